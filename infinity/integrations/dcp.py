@@ -25,8 +25,7 @@ from infinity.api import several_ranks
 from infinity.checkpoint.run_state import modules_with_extra_state
 from infinity.checkpoint.safetensors_files import persistent
 from infinity.errors import ConfigError
-from infinity.model.paged_parameter import PagedParameter
-from infinity.model.tiled_parameter import TiledParameter
+from infinity.model.tiled_parameter import is_paged, values_in_ram
 from infinity.optim.paged_optimizer import PagedOptimizer
 
 
@@ -34,7 +33,7 @@ class PagedTensor(Tensor):
     """Represents a tensor in pages: has its shape and dtype, on the CPU, and no bytes."""
 
     parameter: Any
-    """The PagedParameter that this tensor represents, or whose state has it as an entry."""
+    """The paged or tiled parameter that this tensor represents, or whose state has it as an entry."""
     optimizer: Any
     """The PagedOptimizer that keeps the state; None if only parameters are saved or loaded."""
     entry: str
@@ -100,15 +99,8 @@ def get_state_dict(
     tensors: dict[str, Any] = {}
     names: dict[int, str] = {}
     for each in persistent(model).values():
-        if isinstance(each.tensor, TiledParameter):
-            raise ConfigError(
-                f"{each.names[0]} is tiled, and is not saved or loaded tile by tile here.",
-                "Use runtime.save(path), runtime.load(path) or runtime.export(path).",
-            )
-        paged = isinstance(each.tensor, PagedParameter)
-        tensors |= {
-            name: PagedTensor(each.tensor, optimizer) if paged else each.tensor for name in each.names
-        }
+        here = not is_paged(each.tensor)
+        tensors |= {name: each.tensor if here else PagedTensor(each.tensor, optimizer) for name in each.names}
         names[id(each.tensor)] = each.names[0]
     if optimizer is None:
         return tensors, {}
@@ -147,7 +139,7 @@ class SavePlanner(DefaultSavePlanner):
         gc.collect(1)  # torch.save of torch 2.6 leaves what it has written in a circle
         parameter = found.parameter
         if not found.entry:
-            return parameter._place.pager.copy(parameter._place, "cpu")
+            return values_in_ram(parameter)
         copies = self._copies.pop(id(parameter), None) or found.optimizer.state.copies(parameter)
         copy = copies.pop(found.entry)
         if copies:

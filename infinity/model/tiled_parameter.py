@@ -266,18 +266,26 @@ def whole(parameter: TiledParameter, device: torch.device | str | None = None) -
     """Return a copy of a tiled parameter's values, without a graph; in `Runtime.masters`, of its masters.
 
     device: where the copy is made; None: in RAM within state_dict, and else on the parameter's device. Raises
-    BudgetError if the copy is larger than the budget of the memory where the model computes.
+    BudgetError if this is not within state_dict, and the copy is larger than the budget of the memory where
+    the model computes.
     """
     pager, place = parameter.pager, parameter.tiles[0]._place
     where = torch.device("cpu" if pager.copying else parameter.device) if device is None else device
     dtype = torch.float32 if pager.reads_masters(place) else parameter.dtype
-    if not pager.copying:
+    if device is None and not pager.copying:
         _check_room(parameter, parameter.numel() * dtype.itemsize)
     with torch.inference_mode(False), torch.no_grad():
         values = torch.empty(parameter.shape, dtype=dtype, device=where)
         for tile, part in zip(parameter.tiles, split(values, parameter.tiles), strict=True):
             part.copy_(tile)
     return values
+
+
+def values_in_ram(parameter: PagedParameter | TiledParameter) -> torch.Tensor:
+    """Return a copy of a parameter's values in RAM. It may exceed the budget of the memory of the model."""
+    if isinstance(parameter, TiledParameter):
+        return whole(parameter, "cpu")
+    return parameter._place.pager.copy(parameter._place, "cpu")
 
 
 def _check_room(parameter: TiledParameter, nbytes: int) -> None:

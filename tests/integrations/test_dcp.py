@@ -10,14 +10,17 @@ import pytest
 import torch
 from living_tensors import Living
 from small_runtime import TIED, opened, train_step, two_layers
+from tiled_models import losses_of, offloaded
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import infinity
 from infinity.errors import ConfigError
 from infinity.integrations.dcp import LoadPlanner, SavePlanner, get_state_dict
+from infinity.layout import tiles
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -143,6 +146,24 @@ def test_a_checkpoint_moves_between_torch_and_pages(way: str, tmp_path: Path) ->
             of_torch(pages, runtime.optimizer)["optimizer"]["state"],
             of_torch(model, optimizer)["optimizer"]["state"],
         )
+
+
+def test_a_checkpoint_of_tiles_is_that_of_whole_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 16)  # four tiles of 256 KiB
+    small, roomy = (infinity.Budget(device=each, host="48MiB") for each in ("768KiB", "8MiB"))
+    runs = [(True, small, "bf16"), (False, roomy, "bf16"), (True, small, "bf16")]
+    path, expected = None, None
+    for number, (tiled, budget, compute) in enumerate(runs):
+        model, runtime = offloaded(tied=True, budget=budget, compute=compute, tiled=tiled)
+        with runtime:
+            losses_of(model, runtime, 2, first=5 + number)
+            if path is not None:
+                dcp.load(paged(model, runtime.optimizer), checkpoint_id=path, planner=LoadPlanner())
+                check_same(of_torch(model, runtime.optimizer), expected)
+            path = save(paged(model, runtime.optimizer), tmp_path / f"saved {number}")
+            expected = of_torch(model, runtime.optimizer)
 
 
 def test_one_tensor_is_in_ram_at_a_time(tmp_path: Path) -> None:

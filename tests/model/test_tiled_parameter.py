@@ -370,9 +370,5 @@ def test_what_is_not_implemented_for_tiles_is_refused(tmp_path: Path) -> None:
             runtime.compile(Language)
         with pytest.warns(UserWarning, match="tiled modules"):
             runtime.accumulate([inputs(1), inputs(2)], model.loss)
-        from infinity.integrations.dcp import get_state_dict
-
-        with pytest.raises(ConfigError, match="is tiled"):
-            get_state_dict(model, runtime.optimizer)
         with pytest.raises(ConfigError, match="in pages already"):
             infinity.offload(model, None, budget=APART)

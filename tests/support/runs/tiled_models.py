@@ -69,9 +69,10 @@ def offloaded(
     budget: infinity.Budget,
     compute: str = "fp32",
     kind: type[Language] = Language,
+    tiled: bool = True,
     **options: Any,
 ) -> tuple[Language, infinity.Runtime]:
-    model = language(tied=tied, kind=kind)
+    model = language(tied=tied, tiled=tiled, kind=kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     precision = infinity.Precision(compute=compute)
     return model, infinity.offload(model, optimizer, budget=budget, precision=precision, **options)
