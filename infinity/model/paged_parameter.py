@@ -288,11 +288,7 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
     while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
         caller = caller.f_back  # of a TorchFunctionMode, such as `with torch.device(...)`
     if caller.f_code is nn.Parameter.__new__.__code__:
-        raise ConfigError(
-            f"A Parameter was to be made over the memory of the offloaded parameter {place.name}, as "
-            "parametrizations of torch.nn.utils do.",
-            "Change the model first, then offload it; or copy it: nn.Parameter(p.detach().clone()).",
-        )
+        refuse_parametrization(place.name)
     if caller.f_code is AVERAGE_UPDATED:
         average = caller.f_locals.get("p_averaged")
         dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32
@@ -301,6 +297,15 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
             return place.pager.copy(place, "cpu")
         return place.pager.master(place, dtype)
     return place.pager.run(torch.Tensor.detach, [place], (parameter,), {})  # type: ignore[no-any-return]
+
+
+def refuse_parametrization(name: str) -> NoReturn:
+    """Raise ConfigError, because a Parameter was to be made over the memory of the parameter `name`."""
+    raise ConfigError(
+        f"A Parameter was to be made over the memory of the offloaded parameter {name}, as parametrizations "
+        "of torch.nn.utils do.",
+        "Change the model first, then offload it; or copy it: nn.Parameter(p.detach().clone()).",
+    )
 
 
 def _memory(function: Callable[..., Any]) -> Callable[..., Any]:

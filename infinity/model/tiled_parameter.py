@@ -30,6 +30,7 @@ from infinity.model.paged_parameter import (
     PagedParameter,
     checked_gradient,
     is_rounded,
+    refuse_parametrization,
     take_gradient,
 )
 from infinity.pages.parameter_page import replace_data
@@ -182,6 +183,12 @@ class TiledParameter(nn.Parameter):
         vars(plain).update((name, value) for name, value in vars(self).items() if name not in _OWN)
         return plain.__reduce_ex__(protocol)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        try:
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
+        except BudgetError:
+            return f"Parameter {self.name_in_model} of {len(self.tiles)} tiles, {[*self.shape]}, {self.dtype}"
+
     def write(self, values: torch.Tensor) -> None:
         """Replace the parameter's values by `values`, of its shape and any dtype, as an edit of user code."""
         with torch.no_grad():
@@ -321,14 +328,14 @@ def _in_graph(parameter: TiledParameter) -> bool:
 
 def _on_copies(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operation on copies of tiled parameters, and write back the copies that it changes."""
-    copies: dict[int, tuple[TiledParameter, torch.Tensor, int]] = {}
+    copies: dict[int, tuple[TiledParameter, torch.Tensor, int, Any]] = {}
 
     def copied(parameter: TiledParameter) -> torch.Tensor:
         if id(parameter) not in copies:
             _check_average(function, parameter, args)
             make = functools.partial(_Whole.apply, parameter, *parameter.tiles)
             made: torch.Tensor = make() if _in_graph(parameter) else whole(parameter)
-            copies[id(parameter)] = parameter, made, made._version
+            copies[id(parameter)] = parameter, made, made._version, made.grad_fn
         return copies[id(parameter)][1]
 
     first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, TiledParameter))
@@ -336,9 +343,9 @@ def _on_copies(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = cast_operands(function, args, kwargs, TiledParameter)
     args, kwargs = tree_map_only(TiledParameter, copied, (args, kwargs))
     result = function(*args, **kwargs)
-    for parameter, copy, version in copies.values():
+    for parameter, copy, version, node in copies.values():
         if copy._version != version:
-            if copy.requires_grad:
+            if copy.grad_fn is not node:  # else the edit was under no_grad, as those of nn.init are
                 raise RuntimeError(
                     f"a leaf Variable that requires grad is being used in an in-place operation: "
                     f"{parameter.name_in_model}."
@@ -347,7 +354,7 @@ def _on_copies(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 raise _no_edit(parameter.name_in_model)
             parameter.write(copy)
     memory = {}
-    for parameter, copy, _ in copies.values():
+    for parameter, copy, *_ in copies.values():
         if result is copy:
             return parameter
         if not parameter.pager.copying:
@@ -463,6 +470,8 @@ def _read(parameter: TiledParameter, *_: Any) -> torch.Tensor:
     caller = sys._getframe(2)
     while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
         caller = caller.f_back  # of a TorchFunctionMode, such as `with torch.device(...)`
+    if caller.f_code is nn.Parameter.__new__.__code__:
+        refuse_parametrization(parameter.name_in_model)
     if caller.f_code is AVERAGE_UPDATED:
         average = caller.f_locals.get("p_averaged")
         dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32

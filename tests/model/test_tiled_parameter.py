@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import infinity
 from infinity.errors import BudgetError, ConfigError
+from infinity.layout import tiles
 
 APART = BUDGETS["device apart"]
 
@@ -102,6 +104,16 @@ def test_edits_of_the_whole_parameter_reach_its_tiles_and_masters(
                 assert torch.equal(model.head.weight, plain.head.weight.float())
 
 
+@pytest.mark.parametrize("draw", [nn.init.xavier_uniform_, functools.partial(nn.init.normal_, std=0.02)])
+def test_initialisers_draw_what_they_draw_for_a_plain_parameter(
+    both: tuple[Language, Language, infinity.Runtime], draw: Callable[[nn.Parameter], Any]
+) -> None:
+    for each in both[:2]:
+        torch.manual_seed(5)
+        draw(each.head.weight)
+    assert torch.equal(both[0].head.weight, both[1].head.weight)
+
+
 REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
     "data": lambda p: p.data.mul_(2),
     "data row": lambda p: p.data[0].zero_(),
@@ -119,6 +131,7 @@ REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
     "accumulated hook": lambda p: p.register_post_accumulate_grad_hook(lambda parameter: None),
     "another dtype": lambda p: setattr(p, "data", p.detach().double()),
     "to": lambda p: nn.ParameterList([p]).double(),
+    "parametrization": nn.Parameter,
 }
 
 
@@ -207,6 +220,7 @@ def test_a_whole_copy_beyond_the_budget_is_refused() -> None:
         with pytest.raises(BudgetError, match="tiled") as failed:
             model[0].weight.norm()
         assert failed.value.needed == 32 << 20
+        assert repr(model[0].weight) == "Parameter 0.weight of 16 tiles, [8192, 512], torch.float32"
         held = pytest.raises(BudgetError, match=r"parameters of 0\.weight\[0:512\], 0\.weight\[512:")
         with held, runtime.full_parameters(model):
             pass
@@ -372,3 +386,45 @@ def test_what_is_not_implemented_for_tiles_is_refused(tmp_path: Path) -> None:
             runtime.accumulate([inputs(1), inputs(2)], model.loss)
         with pytest.raises(ConfigError, match="in pages already"):
             infinity.offload(model, None, budget=APART)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_tied_model_of_transformers_trains_and_is_exported_under_a_device_below_its_weight(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 14)  # eight tiles of 64 KiB
+    sizes: dict[str, Any] = {"vocab_size": 2048, "tie_word_embeddings": True}
+    if kind == "llama":
+        sizes |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    else:
+        sizes |= {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
+    tokens = torch.randint(2048, (2, 16), generator=torch.Generator().manual_seed(1))
+    both = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        both.append(transformers.AutoModelForCausalLM.from_config(config))
+        infinity.tiled(both[-1].get_input_embeddings())
+        infinity.tiled(both[-1].lm_head)
+    model, plain = both
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget, precision = infinity.Budget(device="448KiB", host="16MiB"), infinity.Precision(compute="fp32")
+    with infinity.offload(model, optimizer, budget=budget, precision=precision) as runtime:
+        losses = [each(input_ids=tokens, labels=tokens).loss for each in both]
+        for each in losses:
+            each.backward()
+        assert torch.equal(*losses)
+        for name, each in plain.named_parameters():
+            assert torch.equal(runtime.grad(model.get_parameter(name)), each.grad), name
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        model._init_weights(model.model.norm if kind == "llama" else model.transformer.ln_f)
+        runtime.export(tmp_path)
+        state = model.state_dict()
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(other.lm_head) is nn.Linear
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
