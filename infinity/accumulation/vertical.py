@@ -25,7 +25,6 @@ from infinity.activations.recomputation import blocks_of, is_recomputed, obstacl
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
 from infinity.layout.names import named_modules
-from infinity.layout.tiles import TiledModule
 from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
 from infinity.planning.headroom import Headroom
@@ -88,7 +87,8 @@ class Accumulator:
         with a warning if the budget has no room for two micro-batches, if the model recomputes by itself or
         keeps state from one call to the next, if it has no blocks to recompute, if its forward does not go
         from one module with pages to another, or if a TorchFunctionMode or TorchDispatchMode is active. If
-        such a reason is noticed while micro-batches run together, they start again in the plain loop. After
+        such a reason is noticed while micro-batches run together, they start again in the plain loop. Tiles
+        come once for each micro-batch in any case, because micro-batches stop before modules only. After
         the first backward has begun, ConfigError is raised instead.
 
         An exception in one micro-batch ends all of them. If backwards had begun, `step` raises ConfigError
@@ -100,8 +100,6 @@ class Accumulator:
             return _plain(batches, loss_fn)
         blocks = self._blocks(recompute)
         reason = Surroundings.obstacle() or self._reason
-        if any(isinstance(each, TiledModule) for each in self.model.modules()):
-            reason = reason or "The model has tiled modules, whose tiles come one after the other."
         if recompute and not blocks:
             reason = (
                 reason or "The model has no list of blocks of one type, or none of them may be recomputed."

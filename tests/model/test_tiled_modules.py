@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.layout import tiles
 
 
 def _rms(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -198,6 +199,64 @@ def test_what_becomes_of_the_activations_of_tiles_changes_no_bit() -> None:
             found.append(model.state_dict())
     for state in found[1:]:
         assert all(torch.equal(value, found[0][name]) for name, value in state.items())
+
+
+class _Blocks(Language):
+    """Three blocks of tiled layers, between an embedding, two other layers and a head."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__(tied=tied)
+        self.layer = nn.Linear(512, 128)
+        self.out = nn.Linear(128, 512)
+        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+        for block in self.blocks:
+            block.drop.p = 0.0
+            infinity.tiled(block.up)
+            infinity.tiled(block.down)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(self.out(x))
+        return result
+
+    def fused(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.out(self.layer(self.embedding(tokens)))
+        return infinity.linear_cross_entropy(x, self.head.weight, tokens)
+
+
+@pytest.mark.filterwarnings("error:accumulate")
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [pytest.param("loss", marks=pytest.mark.slow), "fused"])
+def test_micro_batches_that_run_together_have_the_bits_of_the_plain_loop(
+    way: str, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 14)
+    found, order = [], []
+    budget = infinity.Budget(device="640KiB" if compute == "fp32" else "320KiB", host="96MiB")
+    for together in (False, True):
+        model, runtime = offloaded(tied=True, budget=budget, compute=compute, kind=_Blocks)
+        with runtime:
+            if together:
+                model.out.register_forward_pre_hook(lambda *_: order.append("out"))
+                model.layer.register_forward_pre_hook(lambda *_: order.append("layer"))
+            for step in range(2):
+                batches = [inputs(10 * step + each) for each in range(1, 4)]
+                loss_of = getattr(model, way) if way == "fused" else model.loss
+                if together:
+                    runtime.accumulate(batches, loss_of, together=3)
+                else:
+                    for each in batches:
+                        loss_of(each).backward()
+                gradients = [runtime.grad(each) for each in model.parameters()]
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            found.append((gradients, model.state_dict()))
+    assert order == ["layer"] * 3 + ["out"] * 3 + ["layer"] * 3 + ["out"] * 3
+    for mine, plain in zip(found[1][0], found[0][0], strict=True):
+        assert (mine is None) == (plain is None) and (mine is None or torch.equal(mine, plain))
+    assert all(torch.equal(value, found[0][1][name]) for name, value in found[1][1].items())
 
 
 def test_a_weight_that_changed_since_the_forward_is_noticed() -> None:

@@ -382,8 +382,6 @@ def test_what_is_not_implemented_for_tiles_is_refused(tmp_path: Path) -> None:
     with runtime:
         with pytest.raises(ConfigError, match="tiled module"):
             runtime.compile(Language)
-        with pytest.warns(UserWarning, match="tiled modules"):
-            runtime.accumulate([inputs(1), inputs(2)], model.loss)
         with pytest.raises(ConfigError, match="in pages already"):
             infinity.offload(model, None, budget=APART)
 
