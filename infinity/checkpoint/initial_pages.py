@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.activations.heap import HeapGuard
-from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.commit_source import CommitSource, recut
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
@@ -173,8 +173,9 @@ class InitialPages:
     def _restore(self, source: CommitSource) -> None:
         """Copy what this rank keeps from a commit. Other ranks' chunks are pulled from their owners later."""
         own_chunks = not self.plan.share.whole_states
+        layout = self.plan.layout
         restored = restore(
-            source, self.plan.layout, self.homes, self.states, self.store, own_chunks=own_chunks
+            recut(source, layout), layout, self.homes, self.states, self.store, own_chunks=own_chunks
         )
         restored.warn(stacklevel=6)
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, RankCommit
+from infinity.checkpoint.commit_source import CommitSource, RankCommit, recut
 from infinity.checkpoint.manifest import BLOCK, VALUES, OptimizerRule, ParameterEntry
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.optimizer_rules import AVERAGE
@@ -460,8 +460,8 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
     """Whether a rank commit has all elements that a rank with this plan keeps. Parameters that the commit
     lacks or has in another shape do not count; `restore` refuses them.
     """
-    by_name = {name: each for each in saved.manifest.parameters for name in each.names}
-    source = CommitSource([RankCommit(saved, lambda memory, offset: None)])
+    source = recut(CommitSource([RankCommit(saved, lambda memory, offset: None)]), plan.layout)
+    by_name = {name: each for each in source.parameters().values() for name in each.names}
     for unit in plan.layout.units:
         shard = PageShard(unit, plan.share)
         pieces = kept_pieces(unit, plan.share, whole=plan.share.whole_states)

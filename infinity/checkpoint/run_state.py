@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from infinity.checkpoint.typed_json import Path, corrupt
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.names import named_buffers, named_modules
+from infinity.layout.tiles import whole_name
 from infinity.model.materialize import listed, registered
 from infinity.model.tiled_parameter import paged
 
@@ -57,10 +58,10 @@ class RunState:
     def check_groups(self, names: Sequence[Sequence[str]]) -> None:
         """Raise IncompatibleCheckpoint if an optimizer's param groups have other parameters.
 
-        names: for each group, the canonical names of its parameters.
+        names: for each group, the canonical names of its parameters. Tiles count as the weight.
         """
-        ours = [tuple(each) for each in names]
-        theirs = [tuple(group.params) for group in self.record.param_groups]
+        ours = [_wholes(each) for each in names]
+        theirs = [_wholes(group.params) for group in self.record.param_groups]
         if ours == theirs:
             return
         apart = set(itertools.chain(*ours)) ^ set(itertools.chain(*theirs))
@@ -182,6 +183,10 @@ def _groups(param_groups: Sequence[Mapping[str, Any]], tensors: Tensors) -> Iter
 def group_names(group: Mapping[str, Any]) -> tuple[str, ...]:
     """The canonical names of a param group's parameters, and of the tiles of tiled ones in their place."""
     return tuple(each._place.name for each in paged(group["params"]))
+
+
+def _wholes(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(whole_name(each)[0] for each in names))
 
 
 def generators() -> dict[str, Any]:

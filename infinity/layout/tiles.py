@@ -12,6 +12,7 @@ multiple of BLOCK elements: blocks of sums and of 8-bit states are those of the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ MOST_TILES = 64
 """The most tiles of a weight. A weight of 64 MiB has 16 tiles of 4 MiB, and one of 4 GiB has 64 of 64 MiB."""
 
 
+_TILE = re.compile(r"(.+)\[(\d+):\d+\]")
+
+
 class TiledModule(nn.Module):
     """A module that uses its weight, (rows, columns), tile by tile."""
 
@@ -46,6 +50,12 @@ def row_ranges(shape: Sequence[int]) -> list[range]:
 def tile_name(name: str, rows: range) -> str:
     """The name of a tile. name: a name of the weight."""
     return f"{name}[{rows.start}:{rows.stop}]"
+
+
+def whole_name(name: str) -> tuple[str, int]:
+    """(the name of the weight, the first row) of a tile that is named `name`; (name, 0) of no tile."""
+    found = _TILE.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, 0)
 
 
 def tiled_weights(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -322,15 +322,55 @@ def test_a_commit_and_a_copy_continue_bit_by_bit(tmp_path: Path, states: str) ->
     with runtime:
         runtime.load(tmp_path / "copy")
         assert losses_of(model, runtime, 2, first=3) == losses
-    model = language(tied=True, tiled=False)
-    with pytest.raises(infinity.IncompatibleCheckpoint, match=r"weight\[0:512\]"):
-        infinity.offload(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-3),
-            budget=APART,
-            precision=infinity.Precision(compute="bf16", states=states),
-            resume=tmp_path / "run",
+
+
+@pytest.mark.parametrize(
+    "states, compute, steps",
+    [("int8", "bf16", 2), ("fp32", "bf16", 0), pytest.param("bf16", "fp16", 0, marks=pytest.mark.slow)],
+)
+def test_a_commit_and_a_copy_continue_with_other_tiles_and_with_none(
+    states: str, compute: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = infinity.Precision(compute=compute, states=states)
+
+    def begun(cut: int, **options: Any) -> tuple[Language, infinity.Runtime]:
+        monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", cut or 1 << 18)
+        model = language(tied=True, tiled=bool(cut))
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(1.001)  # so that masters are not what bf16 holds
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, infinity.offload(
+            model, optimizer, budget=BUDGETS["ram"], precision=precision, **options
         )
+
+    def held(model: Language, runtime: infinity.Runtime) -> list[torch.Tensor]:
+        found = [*model.state_dict().values()]
+        with runtime.masters():
+            found += [each.detach().clone() for each in model.parameters()]
+        for state in runtime.optimizer.state_dict()["state"].values():
+            found += state.values()
+        return found
+
+    for number, (there, here) in enumerate([(0, 1 << 16), (1 << 16, 0), (1 << 16, 3 << 16)]):
+        run, copied = tmp_path / f"run {number}", tmp_path / f"copy {number}"
+        model, runtime = begun(there, checkpoint=run)
+        with runtime:
+            losses_of(model, runtime, steps)
+            with torch.no_grad():
+                model.head.weight[3] = 0.1234567  # in one tile; before the first step all its masters follow
+            saved = held(model, runtime)
+            runtime.save(state=2).wait()
+            runtime.save(copied)
+        model, runtime = begun(here, resume=run, checkpoint=tmp_path / f"next {number}")
+        with runtime:
+            assert runtime.load() == 2
+            assert all(map(torch.equal, held(model, runtime), saved))
+        model, runtime = begun(here)
+        with runtime:
+            runtime.load(copied)
+            assert all(map(torch.equal, held(model, runtime), saved))
+            losses_of(model, runtime, 1)
 
 
 def test_a_closed_runtime_leaves_the_same_parameter_with_trained_values() -> None:
