@@ -19,15 +19,20 @@ _NAMED = 3
 """The most names that a line has; it counts the others."""
 
 
-_LARGEST_WINDOW = 32 << 20
-"""Bytes of the largest window: a link of 50 GB/s moves them in 0.7 ms, and a disk of 3 GB/s in 11 ms."""
+_WINDOW = 32 << 20
+"""Bytes of a window: a link of 50 GB/s moves them in 0.7 ms, and a disk of 3 GB/s in 11 ms."""
 _WINDOWS = 8
 """A window has at most the bytes of all saved tensors divided by this number."""
+_MOST_WINDOWS = 256
+"""A window has at least the bytes of all saved tensors divided by this number. Large steps have long kernels,
+and the link must not wait for the end of one (docs/lab-notes.md, "Activations").
+"""
 
 
 def window_of(saved: int) -> int:
     """Bytes of the window for saved tensors of this many bytes."""
-    return min(_LARGEST_WINDOW, round_up(saved // _WINDOWS, PAGE_ALIGNMENT))
+    window = min(max(_WINDOW, saved // _MOST_WINDOWS), saved // _WINDOWS)
+    return round_up(window, PAGE_ALIGNMENT)
 
 
 @dataclass(frozen=True, kw_only=True)
