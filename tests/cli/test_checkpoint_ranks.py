@@ -85,7 +85,7 @@ def test_parts_that_are_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> 
         (0, True, []),
         (1, True, []),
     ]
-    parameters = sum(96 * width + width for width in (96, 96, 96, 8))
+    parameters = sum(128 * width + width for width in (128, 128, 128, 8))
     # A bf16 value, the rest of its fp32 master, and two fp32 moments, divided among the ranks.
     assert sum(each["bytes"] for each in found["ranks"]) == 12 * parameters
     assert all(each["bytes"] > 0 for each in found["ranks"])
