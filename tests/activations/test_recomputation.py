@@ -23,6 +23,7 @@ from counted_steps import counted
 from homes import budget_for
 from micro_batches import no_warnings, without_dropout
 from parity import Recipe, copied, differences, paged, reference
+from policy_runs import small_pages, smallest_budget
 from small_runtime import gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -223,6 +224,40 @@ def test_a_real_step_takes_the_bytes_of_the_plan(name: str) -> None:
     assert again.activations < kept.activations
     assert again.work.forward == kept.work.forward
     assert sum(again.work.flops.values()) > sum(kept.work.flops.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["recompute+offload", "offload", "auto"])
+@pytest.mark.parametrize("below", ["RAM", "NVMe"])
+@pytest.mark.parametrize("memory", ["unified", "apart"])
+def test_a_real_step_of_which_tensors_leave_takes_the_bytes_of_the_plan(
+    name: str, policy: str, below: str, memory: str, tmp_path: Path
+) -> None:
+    make, x, _ = MODELS[name]
+    with small_pages():
+        least = smallest_budget(
+            lambda budget: planned(seeded(make), x, activations=policy, budget=budget),
+            memory,
+            below,
+            tmp_path,
+            ample=False,
+        )
+        for more in (0, 40_000) if memory == "apart" else (0,):  # bytes with which some tensors are kept
+            budget = replace(least, device=least.device and least.device + more)
+            model = seeded(make)
+            with offloaded(model, policy, budget=budget, example_inputs=(x,)) as runtime:
+                plan, pages = runtime.plan, runtime._components.pager.residual
+                assert counted_again(model, x) == plan.activations
+                room = plan.residuals.room
+                if room is None or pages is None:
+                    assert room is pages
+                    continue
+                counts, fields = pages.counts, ("saved", "down", "up", "written", "read")
+                assert {each: getattr(counts, each) for each in fields} == {
+                    each: getattr(room, each) for each in fields
+                }
+                assert runtime._components.store.activations.counters.peak <= room.ram
 
 
 # --- bits -----------------------------------------------------------------------------------------------
