@@ -30,7 +30,7 @@ def cases() -> tuple[Case, ...]:
         "compute": ("fp32", "bf16", "fp16"),
         "optimizer": ("adamw", "sgd"),
     }
-    kinds = ("frozen", "convolutions", "dtypes", "groups", "meta", "odd", "tiny")
+    kinds = ("frozen", "convolutions", "dtypes", "groups", "meta", "odd", "tiny", "tiled")
     models = {(each.subject, each.stage): each for each in MODELS if each.subject in kinds}
     eager = [Case(stage=stage, update="eager", declared=True) for stage in range(4)]
     found = [*(Case(**each) for each in pairwise(options)), *models.values(), *eager]
