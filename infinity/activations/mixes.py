@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ class Mixes:
     """The step from which all saved tensors leave and in which all blocks run again."""
     nvme: bool
     """Whether what leaves may go on to disk."""
+    _demands: dict[Mix, Demand] = field(default_factory=dict, init=False, repr=False)
+    """The results of `demand`."""
 
     @functools.cached_property
     def points(self) -> list[Mix]:
@@ -130,10 +132,6 @@ class Mixes:
         held = [max(0, ends[block + 1] - ends[first]) for block in range(blocks - 1)]
         phases = (bytes_before + more for bytes_before, more in zip(before, [*held, kept], strict=True))
         return min(most, max(base, *phases))
-
-    @functools.cached_property
-    def _demands(self) -> dict[Mix, Demand]:
-        return {}
 
     def demand(self, mix: Mix) -> Demand:
         """What a step with this mix takes."""

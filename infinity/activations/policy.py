@@ -21,7 +21,7 @@ from torch import nn
 
 from infinity.activations.mixes import Mix
 from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle
-from infinity.activations.room_choice import RoomChoice
+from infinity.activations.room_choice import RoomChoice, seconds_of
 from infinity.errors import BudgetError, ConfigError
 from infinity.planning.fake_step import FakeStep, Ledger
 from infinity.planning.plan import Plan
@@ -86,16 +86,16 @@ class PolicyChoice:
         except BudgetError as error:
             failure = error.again()
         else:
-            if _seconds(tried[_KEPT]) == math.inf or adopts(tried[_KEPT]):  # nothing is to be chosen
+            if seconds_of(tried[_KEPT]) == math.inf or adopts(tried[_KEPT]):  # nothing is to be chosen
                 return tried[_KEPT]
         best, bound = _KEPT, self._bound(steps, draft)
         for how, attempt in ("if none leave", self._quickest), ("if some leave", self._mixed):
-            enough = (1 - WORTH_CHOOSING) * _seconds(tried[best]) if tried else math.inf
+            enough = (1 - WORTH_CHOOSING) * seconds_of(tried[best]) if tried else math.inf
             if bound <= enough and (not tried or enough < math.inf):
                 plan = attempt(steps, draft, enough)
                 if plan is not None:
                     tried[how] = plan
-                    best = how if _seconds(plan) <= enough else best
+                    best = how if seconds_of(plan) <= enough else best
         if failure is not None and not tried:
             return self._smaller(steps, draft, failure)
         plan, why = tried.pop(best), ["because not all activations fit"] * (failure is not None)
@@ -107,7 +107,7 @@ class PolicyChoice:
     def _bound(self, steps: Steps, draft: Draft) -> float:
         """Seconds that a step takes at least, whatever becomes of its activations."""
         try:
-            return _seconds(draft(KEEP, replace(steps.kept, activations=0)))
+            return seconds_of(draft(KEEP, replace(steps.kept, activations=0)))
         except BudgetError:
             return math.inf
 
@@ -207,12 +207,6 @@ def _run_again(steps: Steps) -> bool:
     return bool(steps.blocks) and steps.recomputing(None).unknown is None
 
 
-def _seconds(plan: Plan) -> float:
-    """The predicted seconds of a step; infinity if they are unknown."""
-    found = plan.predict(plan.accumulation or 1)
-    return math.inf if found is None else found.least
-
-
 def _text(plan: Plan) -> str:
     found = plan.predict(plan.accumulation or 1)
     return "unknown" if found is None else found.text
@@ -221,7 +215,7 @@ def _text(plan: Plan) -> str:
 def _within(enough: float, draft: Draft, residuals: Residuals, step: FakeStep) -> float | None:
     """Seconds of a step; None if it does not fit, or takes more than `enough`."""
     try:
-        found = _seconds(draft(residuals, step))
+        found = seconds_of(draft(residuals, step))
     except BudgetError:
         return None
     return found if found <= enough else None

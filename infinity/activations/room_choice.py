@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ class RoomChoice:
             except BudgetError as error:
                 failure = failure or error
                 continue
-            if best is not None and _seconds(plan) >= _seconds(best):
+            if best is not None and seconds_of(plan) >= seconds_of(best):
                 break
             best = plan
             if not plan.home_bytes[Tier.NVME]:
@@ -243,6 +244,7 @@ class RoomChoice:
         return Away(step, room, seen[-1], largest)
 
 
-def _seconds(plan: Plan) -> float:
+def seconds_of(plan: Plan) -> float:
+    """The predicted seconds of a step; infinity if they are unknown."""
     found = plan.predict(plan.accumulation or 1)
-    return 0.0 if found is None else found.least
+    return math.inf if found is None else found.least
