@@ -124,10 +124,14 @@ def _drop(session: Session, a: int, b: int, retain: bool) -> None:
 
 
 def _fail_in_backward(session: Session, a: int, b: int, retain: bool) -> None:
-    def fail(gradient: Tensor) -> None:
+    def fail(gradient: Any) -> None:
         raise Failure
 
-    session.at(a).register_hook(fail)
+    tensor = session.at(a)
+    if tensor.grad_fn is None:
+        tensor.register_hook(fail)
+    else:  # a hook on a view whose base was edited ends the process in PyTorch 2.13 (tensor.register_hook)
+        tensor.grad_fn.register_prehook(fail)
 
 
 ACTIONS: dict[str, Callable[[Session, int, int, bool], Any]] = {
