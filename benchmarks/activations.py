@@ -4,11 +4,11 @@ A turn offloads a decoder anew with one policy, trains a first step and then tim
 of each way, in an order that is reversed each round, and ratios of speeds are those of turns in one round.
 "keep" is there twice: the ratio of the two is the noise. The device budget is the smallest that the policy
 needs, so that all activations leave that may. With `--unified` there is none, and they leave within RAM.
-"offload to RAM" has ample RAM, "offload to disk" an eighth of what it would take. The losses of all ways must
-have the same bits.
+"offload to RAM" has ample RAM. "offload to disk" has RAM for an eighth of them beside the least that the
+model's states take, of which most are then on disk, too. The losses of all ways must have the same bits.
 
-The limit of a way is the longer of two times of the same round: a step with "keep", and its bytes of
-activations over the disk, at the rates that are measured before the turn.
+The limit of a way is the longer of two times of the same round: a step with "keep", and all bytes that the
+way's plan moves over the disk in a step, at the rates that are measured before the turn.
 
     python benchmarks/activations.py --directory DISK [--model 124m --batch 1 --seq 1024 --rounds 12]
 
@@ -80,23 +80,28 @@ class Bench:
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def _budget(self, way: str) -> infinity.Budget:
-        model, optimizer = self._made("meta")
-        facts = self._facts(way)
-        ample = infinity.Budget(host=AMPLE) if self._unified else infinity.Budget(device="64KiB", host=AMPLE)
-        device = None
+        ample = infinity.Budget(host=AMPLE)
         if not self._unified:
-            try:
-                infinity.plan(model, optimizer, budget=ample, **facts)
-            except BudgetError as error:
-                device = error.needed
-        plan = infinity.plan(model, optimizer, budget=replace(ample, device=device), **facts)
+            ample = replace(ample, device=self._least(way, replace(ample, device="64KiB")))
+        plan = self._plan(way, ample)
         used = AMPLE_BYTES - plan.free(Tier.HOST)
         if way != "offload to disk":
-            return infinity.Budget(device=device, host=used + (64 << 20))
+            return replace(ample, host=used + (64 << 20))
         room = plan.residuals.ram
-        return infinity.Budget(
-            device=device, host=used - room + room // _SHARE_IN_RAM, nvme={self._directory: 2 * room}
-        )
+        disk = {self._directory: 4 * used}
+        least = self._least(way, replace(ample, host="64KiB", nvme=disk))  # with RAM for all that leaves
+        return replace(ample, host=least - room + room // _SHARE_IN_RAM, nvme=disk)
+
+    def _plan(self, way: str, budget: infinity.Budget) -> infinity.Plan:
+        return infinity.plan(*self._made("meta"), budget=budget, **self._facts(way))
+
+    def _least(self, way: str, budget: infinity.Budget) -> int:
+        """The bytes that the tier needs of which `budget` has too little."""
+        try:
+            self._plan(way, budget)
+        except BudgetError as error:
+            return error.needed or 0
+        raise AssertionError(f"{budget} is enough")
 
     def turn(self, way: str) -> dict[str, Any]:
         """Train with one way. Returns the median "seconds" of the timed steps, the "losses", the "bytes" that
@@ -116,9 +121,12 @@ class Bench:
                 losses.append(loss.item())
                 del loss
             plan = runtime.plan
-        room = plan.residuals.room
+        room, traffic = plan.residuals.room, plan.traffic
         moved = {name: getattr(room, name, 0) for name in ("down", "up", "written", "read")}
-        disk = 0.0 if speed is None else moved["written"] / speed.write + moved["read"] / speed.read
+        moved |= {"disk": traffic.disk_write + traffic.disk_read}
+        disk = 0.0
+        if speed is not None:
+            disk = traffic.disk_write / speed.write + traffic.disk_read / speed.read
         return {
             "seconds": statistics.median(seconds[1:]),
             "losses": losses,
@@ -183,13 +191,17 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"\n{'':20}{'s':>9}{'ratio':>20}{'of limit':>10}{'live MB':>10}{'left MB':>10}{'to disk MB':>12}")
+    heads = (("live MB", 10), ("left MB", 10), ("written MB", 12), ("all disk MB", 13))
+    print(
+        f"\n{'':20}{'s':>9}{'ratio':>20}{'of limit':>10}" + "".join(f"{head:>{size}}" for head, size in heads)
+    )
     for way, found in report["results"].items():
         spread = f"{found['ratio']:.3f} ({min(found['ratios']):.2f}-{max(found['ratios']):.2f})"
         moved = found["bytes"]
+        sizes = (found["activations"], moved["down"], moved["written"], moved["disk"])
         print(
             f"{way:20}{found['seconds']:9.3f}{spread:>20}{found['of_limit']:10.3f}"
-            f"{found['activations'] / 1e6:10.1f}{moved['down'] / 1e6:10.1f}{moved['written'] / 1e6:12.1f}"
+            + "".join(f"{nbytes / 1e6:{size}.1f}" for nbytes, (_, size) in zip(sizes, heads, strict=True))
         )
     print("losses have the same bits" if report["same_bits"] else "LOSSES DIFFER")
 
