@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from machine_facts import machine_facts
+from ways import compared, in_turns, run, spread
 
 import infinity
 from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
@@ -165,45 +163,23 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     bench = Bench(options, directory)
     with bench.runtime:
         same = bench.same_bits()
-        rounds = []
-        for number in range(options.rounds):
-            order = list(bench.ways) if number % 2 == 0 else list(bench.ways)[::-1]
-            turns = {way: bench.turn(way, options.steps) for way in order}
-            rounds.append(turns)
-            shown = "   ".join(f"{way} {turns[way]['seconds']:.2f} s" for way in bench.ways)
-            print(f"round {number + 1}: {shown}", flush=True)
-    results = {}
-    for way in bench.ways:
-        ratios = [turns["plain loop"]["seconds"] / turns[way]["seconds"] for turns in rounds]
-        results[way] = {
-            "seconds": statistics.median(turns[way]["seconds"] for turns in rounds),
-            "step_seconds": statistics.median(turns[way]["step_seconds"] for turns in rounds),
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
-            "bytes": rounds[-1][way]["bytes"],
-        }
+        rounds = in_turns(list(bench.ways), options.rounds, lambda way: bench.turn(way, options.steps))
+    results = compared(rounds, "plain loop")
+    for way, found in results.items():
+        found["step_seconds"] = statistics.median(turns[way]["step_seconds"] for turns in rounds)
     return {"same_bits": same, "parameters": bench.model.config.parameters, "results": results}
 
 
 def show(report: dict[str, Any]) -> None:
     print(f"\n{'':14}{'s':>9}{'ratio':>20}" + "".join(f"{edge.value + ' MB':>18}" for edge in Edge))
     for way, found in report["results"].items():
-        spread = f"{found['ratio']:.2f} ({min(found['ratios']):.2f}-{max(found['ratios']):.2f})"
         moved = "".join(f"{found['bytes'][edge.value] / 1e6:18.1f}" for edge in Edge)
-        print(f"{way:14}{found['seconds']:9.3f}{spread:>20}{moved}")
+        print(f"{way:14}{found['seconds']:9.3f}{spread(found):>20}{moved}")
     print("gradients have the same bits" if report["same_bits"] else "GRADIENTS DIFFER")
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="infinity-accumulate-", dir=options.directory) as directory:
-        found = measure(options, directory)
-    settings = vars(options) | {"directory": ""}
-    report = {"benchmark": "accumulate", "machine": machine_facts(), "settings": settings} | found
-    show(report)
-    if options.json:
-        print(json.dumps(report))
-    return 0 if report["same_bits"] else 1
+    return run("accumulate", parse(argv), measure, show)
 
 
 if __name__ == "__main__":

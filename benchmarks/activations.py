@@ -18,16 +18,15 @@ way's plan moves over the disk in a step, at the rates that are measured before 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import replace
+from operator import truediv
 from typing import Any
 
 import torch
-from machine_facts import machine_facts
+from ways import compared, in_turns, run, spread
 
 import infinity
 from infinity.errors import BudgetError
@@ -166,26 +165,14 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     rounds of "seconds" and of "ratio" (the speed divided by that of "keep"), all "ratios", and "of_limit":
     the median of its seconds divided by those of its limit.
     """
-    bench, rounds = Bench(options, directory), []
-    for number in range(options.rounds):
-        order = options.ways if number % 2 == 0 else options.ways[::-1]
-        turns = {way: bench.turn(way) for way in order}
-        rounds.append(turns)
-        shown = "   ".join(f"{way} {turns[way]['seconds']:.2f} s" for way in options.ways)
-        print(f"round {number + 1}: {shown}", flush=True)
-    results = {}
-    for way in options.ways:
-        ratios = [turns["keep"]["seconds"] / turns[way]["seconds"] for turns in rounds]
+    bench = Bench(options, directory)
+    rounds = in_turns(options.ways, options.rounds, bench.turn)
+    results = compared(rounds, "keep")
+    for way, found in results.items():
         limits = [max(turns["keep"]["seconds"], turns[way]["disk"]) for turns in rounds]
-        found = [turns[way]["seconds"] for turns in rounds]
-        results[way] = {
-            "seconds": statistics.median(found),
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
-            "of_limit": statistics.median(each / limit for each, limit in zip(found, limits, strict=True)),
-            "bytes": rounds[-1][way]["bytes"],
-            "activations": rounds[-1][way]["activations"],
-        }
+        seconds = [turns[way]["seconds"] for turns in rounds]
+        found["of_limit"] = statistics.median(map(truediv, seconds, limits))
+        found["activations"] = rounds[-1][way]["activations"]
     same = all(turn["losses"] == turns["keep"]["losses"] for turns in rounds for turn in turns.values())
     return {"same_bits": same, "results": results}
 
@@ -196,26 +183,17 @@ def show(report: dict[str, Any]) -> None:
         f"\n{'':20}{'s':>9}{'ratio':>20}{'of limit':>10}" + "".join(f"{head:>{size}}" for head, size in heads)
     )
     for way, found in report["results"].items():
-        spread = f"{found['ratio']:.3f} ({min(found['ratios']):.2f}-{max(found['ratios']):.2f})"
         moved = found["bytes"]
         sizes = (found["activations"], moved["down"], moved["written"], moved["disk"])
         print(
-            f"{way:20}{found['seconds']:9.3f}{spread:>20}{found['of_limit']:10.3f}"
+            f"{way:20}{found['seconds']:9.3f}{spread(found):>20}{found['of_limit']:10.3f}"
             + "".join(f"{nbytes / 1e6:{size}.1f}" for nbytes, (_, size) in zip(sizes, heads, strict=True))
         )
     print("losses have the same bits" if report["same_bits"] else "LOSSES DIFFER")
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="infinity-activations-", dir=options.directory) as directory:
-        found = measure(options, directory)
-    settings = vars(options) | {"directory": ""}
-    report = {"benchmark": "activations", "machine": machine_facts(), "settings": settings} | found
-    show(report)
-    if options.json:
-        print(json.dumps(report))
-    return 0 if report["same_bits"] else 1
+    return run("activations", parse(argv), measure, show)
 
 
 if __name__ == "__main__":
