@@ -28,6 +28,8 @@ from infinity.pages.parameter_page import ParameterPage, replace_data
 
 if TYPE_CHECKING:
     from infinity.model.pager import Pager
+    from infinity.model.tiled_parameter import TiledGradients
+    from infinity.training_step import TrainingStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,17 +158,7 @@ class PagedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         place = self._place
         stored = place.pager.gradients
-        if isinstance(value, PagedGradient):
-            if value.is_of(stored, place.key):
-                return  # as after p.grad *= 0.5
-            value = value.copied()
-        if value is not None:
-            value = checked_gradient(self, place, place.name, value)
-        take_gradient(self)
-        if stored is not None and value is None:
-            stored.drop_gradient(*place.key, zeros=False)
-        elif stored is not None and value is not None:
-            stored.set_gradient(*place.key, value)
+        replace_gradient(self, value, slots=[self], place=place, name=place.name, stored=stored)
 
     @grad.deleter
     def grad(self) -> None:
@@ -232,19 +224,32 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return gradient
 
 
-def checked_gradient(parameter: torch.Tensor, place: Place, name: str, value: Any) -> torch.Tensor:
-    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device.
+def replace_gradient(
+    parameter: torch.Tensor,
+    value: torch.Tensor | None,
+    *,
+    slots: Iterable[torch.Tensor],
+    place: Place,
+    name: str,
+    stored: TrainingStep | TiledGradients | None,
+) -> None:
+    """Replace a parameter's gradient by `value`, as an assignment to its `grad` does; None drops it.
 
-    place: of the parameter, or of one of its tiles. name: the parameter's. Raises ConfigError if the
-    parameter has no page for a gradient, or if `value` is no dense tensor of floats of the parameter's shape.
+    slots: the paged parameters whose own `.grad` is emptied: the parameter, or its tiles. place: that of the
+    first of them. name: the parameter's. stored: has the gradient, by the key of `place`. Raises ConfigError
+    if there is no page for a gradient, or if `value` is no dense tensor of floats of the parameter's shape.
     """
-    if place.pager.gradients is None or not place.page.layout.parameters[place.index].trainable:
+    if isinstance(value, PagedGradient):
+        if value.is_of(stored, place.key):
+            return  # as after p.grad *= 0.5
+        value = value.copied()
+    if value is not None and (stored is None or not place.page.layout.parameters[place.index].trainable):
         raise ConfigError(
             f"A gradient was set for {name}, which has no pages for gradients: it was frozen when its "
             "model was offloaded, or there is no optimizer.",
             "Offload it with requires_grad=True and with an optimizer.",
         )
-    if (
+    if value is not None and (
         not isinstance(value, torch.Tensor)
         or value.shape != parameter.shape
         or not value.is_floating_point()
@@ -255,7 +260,12 @@ def checked_gradient(parameter: torch.Tensor, place: Place, name: str, value: An
             f"The gradient of {name}, {list(parameter.shape)}, was set to {found}.",
             "Give a dense tensor of floats of the parameter's shape, or None.",
         )
-    return value.detach().to(parameter.device).contiguous()
+    for slot in slots:
+        take_gradient(slot)
+    if stored is not None and value is None:
+        stored.drop_gradient(*place.key, zeros=False)
+    elif stored is not None and value is not None:
+        stored.set_gradient(*place.key, value.detach().to(parameter.device).contiguous())
 
 
 def is_rounded(place: Place) -> bool:

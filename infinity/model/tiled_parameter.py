@@ -28,10 +28,9 @@ from infinity.model.paged_parameter import (
     AVERAGING,
     METADATA,
     PagedParameter,
-    checked_gradient,
     is_rounded,
     refuse_parametrization,
-    take_gradient,
+    replace_gradient,
 )
 from infinity.pages.parameter_page import replace_data
 
@@ -143,19 +142,9 @@ class TiledParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        stored, place = self._stored(), self.tiles[0]._place
-        if isinstance(value, PagedGradient):
-            if value.is_of(stored, place.key):
-                return
-            value = value.copied()
-        if value is not None:
-            value = checked_gradient(self, place, self.name_in_model, value)
-        for tile in self.tiles:
-            take_gradient(tile)
-        if stored is not None and value is None:
-            stored.drop_gradient(*place.key, zeros=False)
-        elif stored is not None and value is not None:
-            stored.set_gradient(*place.key, value)
+        place = self.tiles[0]._place
+        name, stored = self.name_in_model, self._stored()
+        replace_gradient(self, value, slots=self.tiles, place=place, name=name, stored=stored)
 
     @grad.deleter
     def grad(self) -> None:
