@@ -159,6 +159,9 @@ def offload(
             )
             if made.no_updates_there and made.rule is not None:
                 warnings.warn(f"{made.no_updates_there} The CPU does all updates.", stacklevel=2)
+            unmet = made.residuals.unmet if made.residuals.policy == activations else ""
+            if unmet:
+                warnings.warn(f'activations="{activations}" was asked for, but {unmet}.', stacklevel=2)
             runtime = carry_out(
                 made, model, optimizer, budget=budget, weights=weights, checkpoint=commits, ranks=ranks
             )

@@ -38,6 +38,7 @@ from infinity.layout.names import named_modules
 from infinity.layout.units import BLOCK_LISTS
 from infinity.planning.fake_step import Ledger
 from infinity.planning.predict import Work
+from infinity.planning.residual_states import BY_ITSELF
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (tuple, list, dict)
@@ -85,7 +86,7 @@ def obstacle(block: nn.Module) -> str | None:
         if "_checkpoint_wrapped_module" in module._modules or getattr(
             module, "gradient_checkpointing", False
         ):
-            return "is recomputed by the model itself"
+            return BY_ITSELF
     return None
 
 
@@ -386,7 +387,7 @@ class _Observed:
             result = self._forward(*args, **kwargs)
         name, reason = changed_attribute(self._block, attributes), None
         if around or look.found or _has_reentrant(result, tensors):
-            reason = "is recomputed by the model itself"
+            reason = BY_ITSELF
         elif call.unknown is not None:
             reason = _met(call.unknown)
         elif self._buffers.versions != buffers:

@@ -15,9 +15,11 @@ from infinity.tiers import PAGE_ALIGNMENT
 POLICIES = ("auto", "keep", "recompute", "recompute+offload", "offload")
 """Values of `activations=` of `infinity.offload`. "auto" becomes one of the others in the plan."""
 
+BY_ITSELF = "is recomputed by the model itself"
+"""The reason in `Residuals.left_alone` of a block that runs again without infinity."""
+
 _NAMED = 3
 """The most names that a line has; it counts the others."""
-
 
 _WINDOW = 32 << 20
 """Bytes of a window: a link of 50 GB/s moves them in 0.7 ms, and a disk of 3 GB/s in 11 ms."""
@@ -124,10 +126,25 @@ class Residuals:
             yield f"activations: all are kept{why}"
         if self.room is not None:
             yield f"activations: {self.room.text}{why * (not found)}"
-        for reason in dict.fromkeys(reason for _, reason in self.left_alone):
+        yield from (f"activations: {each}" for each in self._left(*(reason for _, reason in self.left_alone)))
+
+    @property
+    def unmet(self) -> str:
+        """Which blocks do not run again although the policy says so, and why; empty if there are none. Blocks
+        that the model itself recomputes do run again.
+        """
+        if not self.policy.startswith("recompute"):
+            return ""
+        if not self.recomputed and not self.left_alone:
+            return _blocks(0)
+        return "; ".join(self._left(*(reason for _, reason in self.left_alone if reason != BY_ITSELF)))
+
+    def _left(self, *reasons: str) -> Iterator[str]:
+        """Which blocks are left alone for each of some reasons."""
+        for reason in dict.fromkeys(reasons):
             names = [name for name, each in self.left_alone if each == reason]
             more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-            yield f"activations of {', '.join(names[:_NAMED])}{more} are kept: {_each(len(names))} {reason}"
+            yield f"{', '.join(names[:_NAMED])}{more} {_each(len(names))} {reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for --json."""
@@ -143,7 +160,7 @@ class Residuals:
 
 
 def _each(count: int) -> str:
-    return "the block" if count == 1 else "each block"
+    return "does not run again: the block" if count == 1 else "do not run again: each block"
 
 
 def _last(count: int) -> str:
@@ -159,7 +176,7 @@ def _count(blocks: int) -> str:
 
 def _blocks(count: int) -> str:
     if not count:
-        return "all are kept, because the model has no blocks that may run again"
+        return "no block runs again, because the model has none that may"
     return f"{_count(count)} {'runs' if count == 1 else 'run'} again in backward"
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -606,6 +608,10 @@ class Cached(Half):
         return super().forward(x)
 
 
+class FilledCache:
+    """An object as transformers gives its layers unless they are called with use_cache=False."""
+
+
 class Checkpointing(Half):
     reentrant = False
 
@@ -643,6 +649,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Stack(Cached, lambda block, x: block(x, cache=threading.Event())),
         "is called with a Event, which it may change",
     ),
+    "cache": (
+        lambda: Stack(Cached, lambda block, x: block(x, cache=FilledCache())),
+        "is called with a FilledCache, which it may change (call the model with use_cache=False)",
+    ),
     "within": (lambda: Stack(Checkpointing), ITSELF),
     "reentrant": (lambda: Stack(Reentrant), ITSELF),
     "around": (lambda: Stack(call=lambda block, x: checkpoint(block, x, use_reentrant=False)), ITSELF),
@@ -659,7 +669,7 @@ def test_blocks_that_must_not_run_again_are_left_alone_and_named(name: str) -> N
     assert plan.activations == planned(seeded(make), rows(), activations="keep").activations
     assert plan.residuals.recomputed == ()
     assert plan.residuals.left_alone == tuple((f"blocks.{number}", reason) for number in range(4))
-    line = f"activations of blocks.0, blocks.1, blocks.2 and 1 more are kept: each block {reason}"
+    line = f"activations: blocks.0, blocks.1, blocks.2 and 1 more do not run again: each block {reason}"
     assert line in str(plan)
 
 
@@ -669,6 +679,7 @@ def test_a_model_that_recomputes_by_itself_is_right_without_example_inputs(name:
     assert differences(trained(make, "recompute"), trained(make, "keep")) == []
 
 
+@pytest.mark.filterwarnings("ignore:activations=")
 @pytest.mark.parametrize(("name", "what"), [("buffer", "its buffer calls"), ("in place", "a tensor that")])
 def test_a_change_that_no_dry_run_has_seen_is_an_error(name: str, what: str) -> None:
     make, _ = LEFT[name]
@@ -678,6 +689,41 @@ def test_a_change_that_no_dry_run_has_seen_is_an_error(name: str, what: str) -> 
     model = seeded(make)
     with offloaded(model, "recompute", example_inputs=(rows(),)):
         model(rows()).sum().backward()
+
+
+def test_a_policy_that_was_asked_for_and_leaves_blocks_alone_is_told() -> None:
+    def told(make: Callable[[], nn.Module], activations: str = "recompute") -> list[str]:
+        model = seeded(make)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with offloaded(model, activations, example_inputs=(rows(),)):
+                pass
+        return [str(each.message) for each in found]
+
+    caching, reason = LEFT["cache"]
+    for policy in ("recompute", "recompute+offload"):
+        assert told(caching, policy) == [
+            f'activations="{policy}" was asked for, but blocks.0, blocks.1, blocks.2 and 1 more do not run '
+            f"again: each block {reason}."
+        ]
+    bare = told(lambda: nn.Sequential(nn.Linear(DIM, 1)))
+    assert bare == [
+        'activations="recompute" was asked for, but no block runs again, because the model has none that may.'
+    ]
+    assert told(Stack) == told(LEFT["within"][0]) == []
+
+
+def test_auto_leaves_blocks_alone_without_a_warning() -> None:
+    kinds = (kind() for kind in itertools.cycle((Half, Flagged, Counting)))
+    model, x = seeded(lambda: Stack(kinds.__next__)), rows(4096)
+    model.blocks.extend(itertools.islice(kinds, 2))
+    least = next(iter(planned(model, x).smallest.values()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offloaded(model, "auto", example_inputs=(x,), budget=infinity.Budget(host=least)) as runtime:
+            found = runtime.plan.residuals
+    assert found.policy == "recompute"
+    assert {reason for _, reason in found.left_alone} == {ITSELF, LEFT["buffer"][1]}
 
 
 def test_an_object_that_no_dry_run_has_seen_is_told_once() -> None:
@@ -691,7 +737,7 @@ def test_an_object_that_no_dry_run_has_seen_is_told_once() -> None:
 
 def test_a_model_without_blocks_says_so() -> None:
     plan = planned(seeded(lambda: nn.Sequential(nn.Linear(DIM, 1))), rows())
-    assert "activations: all are kept, because the model has no blocks that may run again" in str(plan)
+    assert "activations: no block runs again, because the model has none that may" in str(plan)
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -196,7 +196,7 @@ def test_the_lines_of_a_plan() -> None:
     )
     assert list(found.lines) == [
         "activations: 2 blocks run again in backward, and the last keeps its activations",
-        "activations of d are kept: the block is compiled",
+        "activations: d does not run again: the block is compiled",
     ]
     assert found.as_dict()["kept"] == ["c"]
     room = ResidualBytes(saved=8 * MIB, down=5 * MIB)
