@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.config import Precision
+from infinity.config import Precision, round_up
 from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
@@ -302,6 +302,8 @@ class _Watch(TorchDispatchMode):
         if self._real and func._schema.is_mutable:  # on a real tensor, the mode would run it
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         result = func(*args, **(kwargs or {}))
+        if self._mode is not None and func.overloadpacket in _LSTM:
+            result = _LSTM[func.overloadpacket](args, result)
         self._count(func, args, kwargs or {}, result)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self._seen:
@@ -359,6 +361,42 @@ class _Watch(TorchDispatchMode):
     def mark(self) -> int:
         found, self._marked = self._marked, self.now
         return found
+
+
+def _with_workspace(args: Sequence[Any], result: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of oneDNN's LSTM with its workspace, which without data has no bytes.
+
+    The workspace consists of the gates and outputs of each time step, of two of three states before and after
+    each step, and of their gradients (set_workspace_sizes in src/cpu/rnn/rnn_utils.hpp of oneDNN 3.12). Each
+    begins at a page, and rows that are operands of matrix products are padded.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(result)
+    (steps, batch, inputs), nbytes, hidden = args[0].shape, args[0].itemsize, args[10]
+
+    def row(elements: int, nbytes: int) -> int:
+        padded = round_up(elements, 64 // nbytes)
+        return nbytes * padded + 64 * (padded % 256 == 0)
+
+    cells, states, wide = batch * steps, 2 * batch * (steps + 1), max(inputs, hidden)
+    parts = [cells * row(4 * hidden, nbytes), cells * row(hidden, nbytes)]
+    parts += [states * row(wide, nbytes), states * hidden * nbytes]
+    parts += [states * row(wide, 4), states * row(wide, 4), states * hidden * 4]
+    return (*result[:3], torch.empty(sum(round_up(each, 4096) for each in parts), dtype=torch.uint8))
+
+
+def _with_both_biases(args: Sequence[Any], result: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of its backward, in which the gradients of both biases are one tensor without data."""
+    return (*result[:4], torch.empty_like(result[4]), *result[5:])
+
+
+_LSTM = {
+    torch.ops.aten.mkldnn_rnn_layer: _with_workspace,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _with_both_biases,
+}
+"""Operators whose results have other bytes without data than with data -> function of their arguments and
+results that returns results with the right bytes.
+"""
 
 
 def _flop_formulas() -> dict[Any, Any]:
