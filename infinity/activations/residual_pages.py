@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -191,6 +192,14 @@ class _Known:
         return self.storage() is storage and version == self.version == self.counter._version
 
 
+class _Aside(threading.local):
+    """The storages of which one thread makes no pages."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        """id() of a storage -> the storage."""
+
+
 class ResidualPages:
     """Makes pages of saved tensors, and moves them; see [Note: residual pages]. Thread-safe, by its lock."""
 
@@ -201,8 +210,7 @@ class ResidualPages:
         on their way in one direction, beside one page. lock: reentrant.
         """
         self.counts = ResidualCounts()
-        self._aside: dict[int, weakref.ref[Any]] = {}
-        """id() of each storage that never becomes a page -> the storage."""
+        self._aside = _Aside()
         self._room = room
         self._kept_bytes = kept_bytes
         self._window = window
@@ -248,11 +256,11 @@ class ResidualPages:
             self._turn = before
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never make pages of the storages of `tensors`, such as inputs and buffers, which others keep. The
-        storages of the call before are forgotten.
+        """Make no pages of the storages of `tensors`, such as inputs and buffers, which others keep, of what
+        this thread saves until it calls this again. Micro-batches that run together have a thread each.
         """
         storages = [each.untyped_storage() for each in tensors]
-        self._aside = {id(each): weakref.ref(each) for each in storages if each.nbytes() >= SMALLEST}
+        self._aside.storages = {id(each): weakref.ref(each) for each in storages if each.nbytes() >= SMALLEST}
 
     # --- saving ----------------------------------------------------------------------------------------
 
@@ -267,7 +275,7 @@ class ResidualPages:
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or not tensor.numel():
             return None
-        aside = self._aside.get(id(storage))
+        aside = self._aside.storages.get(id(storage))
         if aside is not None and aside() is storage:
             return None
         with self._lock, torch.no_grad():

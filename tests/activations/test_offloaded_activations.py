@@ -56,6 +56,13 @@ class Model(nn.Module):
         return self.head(x).float().square().mean()
 
 
+class Gated(Model):
+    """A model that saves its input again at its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * x).square().mean()
+
+
 class Checkpointed(Block):
     """A block that is recomputed by the model itself."""
 
@@ -70,9 +77,11 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-def made(compute: str = "fp32") -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def made(
+    compute: str = "fp32", kind: type[nn.Module] = Model
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     torch.manual_seed(3)
-    model = Model()
+    model = kind()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     facts = {"precision": infinity.Precision(compute=compute), "device": "cpu"}
     return model, optimizer, {**facts, "example_inputs": (rows(0, compute),)}
@@ -371,11 +380,11 @@ def test_a_budget_error_names_a_budget_that_is_enough(place: str, tmp_path: Path
 def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_path: Path) -> None:
     found, plain = {}, {}
     for together in (False, True):
-        model, optimizer, facts = made()
+        model, optimizer, facts = made(kind=Gated)
         planned = functools.partial(infinity.plan, model, optimizer, accumulation=3, **facts)
         with pytest.raises(BudgetError) as error:
             planned(budget=infinity.Budget(device="64KiB", host=AMPLE), activations=policy)
-        budget = infinity.Budget(device=error.value.needed + (1 << 20), host=AMPLE)
+        budget = infinity.Budget(device=error.value.needed, host=AMPLE)
         runtime = infinity.offload(
             model, optimizer, budget=budget, activations=policy, accumulation=3, **facts
         )
@@ -388,6 +397,7 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
             batches = [rows(number) for number in range(3)]
             if together:
                 losses = runtime.accumulate(batches, model, together=3)
+                assert runtime._accumulator is not None and runtime._accumulator._pays()
             else:
                 losses = []
                 for batch in batches:
@@ -396,6 +406,9 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
             into = found if together else plain
             into["losses"] = [each.detach() for each in losses]
             into["gradients"] = [runtime.grad(each) for each in model.parameters()]
+            pages = runtime._components.pager.residual
+            assert pages is not None
+            into["saved"] = pages.counts.saved
     assert differences(plain, found) == []
 
 
