@@ -191,10 +191,12 @@ def budget_options(job: TinyJob, sizes: dict[str, Any]) -> list[str]:
 
 @pytest.mark.sweep(most=3)
 @pytest.mark.parametrize(("tier", "sizes"), SHORT)
+@pytest.mark.parametrize("activations", ["keep", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_budget_error_names_the_option_and_the_least_size_that_does(
-    tier: str, sizes: dict[str, Any], job: TinyJob, capsys: pytest.CaptureFixture[str]
+    tier: str, sizes: dict[str, Any], activations: str, job: TinyJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*job.arguments("plan", "--json", "--batch", 1), *budget_options(job, sizes)]
+    same = ["--batch", 1, "--activations", activations]
+    arguments = [*job.arguments("plan", "--json", *same), *budget_options(job, sizes)]
     line, _, error = run_error(capsys, arguments, 1)
     assert error["error"] == "BudgetError"
     what = "--budget-nvme PATH:" if tier == NVME else f"--budget-{tier} "
@@ -204,9 +206,9 @@ def test_a_budget_error_names_the_option_and_the_least_size_that_does(
         tier == "host" and NVME not in sizes
     )
     number, unit = int(found[1]), found[2]
-    job.plan(capsys, "--batch", 1, *budget_options(job, {**sizes, tier: f"{number}{unit}"}))
+    job.plan(capsys, *same, *budget_options(job, {**sizes, tier: f"{number}{unit}"}))
     fewer = {**sizes, tier: (number - 1) * UNITS[unit]}
-    run_error(capsys, [*job.arguments("plan", "--json", "--batch", 1), *budget_options(job, fewer)], 1)
+    run_error(capsys, [*job.arguments("plan", "--json", *same), *budget_options(job, fewer)], 1)
 
 
 def test_a_plan_in_json(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:

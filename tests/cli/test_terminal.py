@@ -57,7 +57,7 @@ def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureF
 
 def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
     """`infinity plan` prints nothing and leaves no file when SIGTERM ends it while the disk is measured."""
-    process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
+    process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), program=["-m", "infinity"])
 
     def measures() -> bool:
         for each in Path(f"/proc/{process.pid}/fd").glob("*"):

@@ -26,17 +26,27 @@ from infinity.lm.model import language_model
 from infinity.ranks import SingleRank
 from infinity.system.disk_files import injected
 
+SHORT_SAMPLE = """
+from infinity import cli
+from infinity.cli import training_run
 
-def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
-    """A run of the preset "10m" as a process, with nothing faked, trains with pages on the disk and exports.
+training_run.sample_tokens = lambda parameters: 3
+raise SystemExit(cli.main())
+"""
+"""The command `infinity`, except that the sample at the end of `train` is short: 200 tokens take seconds."""
+
+
+def test_the_first_command_from_end_to_end(job: TinyJob) -> None:
+    """README's first command, as a process, trains with pages on the disk and exports.
 
     Its log must have the losses of its summary, the predicted seconds per step must lie in the range that
-    the summary gives for them, and no page file may be left.
+    the summary gives for them, and no page file may be left. Its peak must be within its budget: it is
+    measured beyond the process's use before the model is filled, and the plan leaves hardly a byte free.
     """
     log, out = job.folder / "log", job.folder / "out"
-    sizes = ["--budget-device", "80MiB", "--budget-host", "20MiB", *job.nvme("200MiB")]
-    size = ["--steps", "2", "--batch", "1", "--export", str(out), "--log", str(log), "--json"]
-    process = job.start(*job.arguments("train", *sizes, *size, model="10m"), script=False)
+    words = ["train", "--budget-host", "256MiB", *job.nvme("1GiB"), "--data", str(job.folder / "data")]
+    words += ["--steps", "2", "--export", str(out), "--log", str(log), "--json"]
+    process = job.start(*words, program=["-c", SHORT_SAMPLE])
     with ended(process):
         stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
@@ -44,6 +54,9 @@ def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
     assert set(summary) == JSON_KEYS
     assert summary["parameters"] > 9e6
     assert summary["nvme"]["planned"] > 40 << 20
+    ram = summary["ram"]
+    assert 0.95 * ram["budget"] <= ram["planned"] <= ram["budget"] == 256 << 20
+    assert 0.5 * ram["budget"] <= ram["peak"] <= ram["budget"]
     least, most = summary["step_seconds"]["range"]
     assert 0 < least <= summary["step_seconds"]["predicted"] <= most
     assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == summary["losses"]
@@ -328,16 +341,3 @@ def test_the_json_of_a_plan_is_what_the_run_then_does(
     assert run["ram"]["budget"] == tiers["device"]["budget"] + tiers["host"]["budget"]
     assert run["step_seconds"]["predicted"] == plan["step_seconds"]
     assert run_json(capsys, job.arguments("plan", "--json", *options)) == plan
-
-
-def test_the_peak_of_the_first_command_is_within_its_budget(job: TinyJob) -> None:
-    # Measured beyond the process's use before the model is filled; the plan leaves hardly a byte free.
-    arguments = ["train", "--json", "--steps", "2", "--budget-host", "256MiB", *job.nvme("1GiB")]
-    data = ["--data", str(job.folder / "data")]
-    process = job.start(*arguments, *data, script=False)
-    with ended(process):
-        out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    ram = json.loads(out.splitlines()[-1])["ram"]
-    assert 0.95 * ram["budget"] <= ram["planned"] <= ram["budget"] == 256 << 20
-    assert 0.5 * ram["budget"] <= ram["peak"] <= ram["budget"]

@@ -139,13 +139,14 @@ class TinyJob:
         """Run `infinity train` and return the JSON object that it prints. more: further options."""
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
-    def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, program: Sequence[str] = (__file__,), **how: Any
+    ) -> subprocess.Popen[str]:
         """Start `infinity` with `arguments` in a process of its own, and return the process.
 
-        script: True runs this file, which adds the preset "tiny" to the models that `infinity` knows; False
-        runs the installed command, which has no such preset. how: arguments of subprocess.Popen.
+        program: what Python runs; by default this file, which adds the preset "tiny" to the models that
+        `infinity` knows. how: arguments of subprocess.Popen.
         """
-        program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         environment = {
             **os.environ,
