@@ -34,7 +34,7 @@ from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
 from infinity.tiers import Tier
 from infinity.tiers.probes import disk_speed
 
-QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
+QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
 WAYS = {
     "keep": "keep",
     "keep again": "keep",
@@ -45,7 +45,7 @@ WAYS = {
 }
 AMPLE = "1TiB"
 _SHARE_IN_RAM = 8
-_PROBED = 256 << 20
+_PROBED, _PROBED_QUICKLY = 256 << 20, 4 << 20
 
 
 class Bench:
@@ -56,6 +56,7 @@ class Bench:
         self._device = options.device
         self._steps = options.steps
         self._unified = options.unified
+        self._probed = _PROBED_QUICKLY if options.quick else _PROBED
         self._directory = directory
         self._precision = infinity.Precision(compute=options.compute)
         generator = torch.Generator().manual_seed(0)
@@ -107,7 +108,7 @@ class Bench:
         the plan moves over the link and the disk in a step, and "disk": seconds that the disk needs for them.
         """
         model, optimizer = self._made("cpu")
-        speed = disk_speed(self._directory, nbytes=_PROBED) if way == "offload to disk" else None
+        speed = disk_speed(self._directory, nbytes=self._probed) if way == "offload to disk" else None
         seconds, losses = [], []
         with infinity.offload(model, optimizer, budget=self._budgets[way], **self._facts(way)) as runtime:
             for tokens in self._batches:
@@ -154,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     if options.quick:
-        options.rounds, options.batch, options.seq = 2, 2, 256
+        options.rounds, options.batch, options.seq = 1, 2, 256
     if "keep" not in options.ways:
         options.ways.insert(0, "keep")
     return options

@@ -223,7 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn (idle)")
     options = parser.parse_args(argv)
     if options.quick:
-        options.seq, options.rounds, options.steps, options.pairs, options.byte_steps = 32, 2, 1, 3, 3
+        options.seq, options.rounds, options.steps, options.pairs, options.byte_steps = 32, 2, 1, 1, 2
     if options.every < 4:
         parser.error("--every is less than 4: no step without a commit has another beside it")
     if min(options.pairs, options.byte_steps, options.rounds, options.steps) < 1:

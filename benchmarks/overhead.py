@@ -423,7 +423,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    units, chunks, parameters = ((4, 5), (1, 2), (1, 2)) if options.quick else ((6, 12), (1, 4, 64), (1, 4))
+    units, chunks, parameters = ((4,), (1, 2), (1, 2)) if options.quick else ((6, 12), (1, 4, 64), (1, 4))
     layouts = [Layout(*sizes) for sizes in itertools.product(units, chunks, parameters)]
     steps = 1 if options.quick else options.steps
     torch.set_num_threads(1)

@@ -246,11 +246,11 @@ def test_quality_trains_each_variant_to_the_same_bits(
 
 def test_ranks(disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_WINDOWS", "0")  # or little would be sent over TCP
-    cases = ["ours:3:ram", "ours:3:nvme", "ours:2:ram", "deepspeed:nvme"]
+    cases = ["ours:3:nvme", "ours:2:ram", "deepspeed:nvme"]
     report = run("ranks", disk, capsys, "--timeout", "60", "--case", *cases, code=1)
     assert "broken on purpose" in report["failures"]["deepspeed:nvme"]
     found = {name: each[0] for name, each in report["turns"].items()}
-    assert list(found) == cases[:3]
+    assert list(found) == cases[:2]
     assert len({tuple(each["losses"]) for each in found.values()}) == 1, "homes and stages change no bit"
     assert all(each["sent_bytes"] >= sum(each["facts"]["sent"].values()) for each in found.values())
 
