@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,20 +93,28 @@ def rows(number: int, compute: str = "fp32") -> Tensor:
     return made.bfloat16() if compute == "bf16" else made
 
 
-def budget_of(place: str, policy: str, directory: Path, compute: str = "fp32") -> infinity.Budget:
-    """A budget with which activations leave for RAM, or nearly all of them for NVMe."""
+@functools.cache
+def sizes_of(memory: str, policy: str, compute: str) -> tuple[int | None, int]:
+    """The smallest device budget, None if the device is RAM, and a host budget with half of the room in RAM
+    that activations take which leave. memory: "unified", "apart", or "streams" while these are in use.
+    """
     model, optimizer, facts = made(compute)
     planned = functools.partial(infinity.plan, model, optimizer, activations=policy, **facts)
-    near = {}
-    if not place.startswith("unified"):
+    device = None
+    if memory != "unified":
         with pytest.raises(BudgetError) as error:
             planned(budget=infinity.Budget(device="64KiB", host=AMPLE))
-        near = {"device": error.value.needed}
-    ample = planned(budget=infinity.Budget(**near, host=AMPLE))
+        device = error.value.needed
+    ample = planned(budget=infinity.Budget(device=device, host=AMPLE))
+    return device, ample.smallest[Tier.HOST] - ample.residuals.ram // 2
+
+
+def budget_of(place: str, policy: str, directory: Path, compute: str = "fp32") -> infinity.Budget:
+    """A budget with which activations leave for RAM, or nearly all of them for NVMe."""
+    device, half = sizes_of(place.removesuffix("-nvme"), policy, compute)
     if not place.endswith("nvme"):
-        return infinity.Budget(**near, host=AMPLE)
-    half = ample.smallest[Tier.HOST] - ample.residuals.ram // 2
-    return infinity.Budget(**near, host=half, nvme={str(directory): AMPLE})
+        return infinity.Budget(device=device, host=AMPLE)
+    return infinity.Budget(device=device, host=half, nvme={str(directory): AMPLE})
 
 
 def trained(
@@ -160,14 +169,21 @@ def trained(
     return found, plan, bytes_of_a_step
 
 
+@functools.cache
+def kept(compute: str = "fp32", backwards: int = 1, together: bool = False) -> dict[str, Any]:
+    """What a training finds that keeps all activations."""
+    with tempfile.TemporaryDirectory() as empty:
+        facts: dict[str, Any] = {"compute": compute, "backwards": backwards, "together": together}
+        return trained("unified", "keep", Path(empty), **facts)[0]
+
+
 @pytest.mark.parametrize("policy", OFFLOAD)
 @pytest.mark.parametrize(
     "place", [place if place in SOME else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
 )
 def test_policies_have_the_bits_and_the_bytes_of_the_plan(place: str, policy: str, tmp_path: Path) -> None:
-    kept, _, _ = trained("unified", "keep", tmp_path)
     found, plan, moved = trained(place, policy, tmp_path)
-    assert differences(kept, found) == []
+    assert differences(kept(), found) == []
     room = plan.residuals.room
     assert room is not None
     assert room.saved > room.kept
@@ -209,10 +225,9 @@ def test_auto_lets_blocks_run_again_leave_and_stay(
     """
     speeds = MachineRates(host_stream=1e10, flops={torch.float32: 1e10}, compute_memory=1e9, **rates)
     monkeypatch.setattr("infinity.api.measure_rates", lambda *_: speeds)
-    kept, _, _ = trained("unified", "keep", tmp_path)
     budget = infinity.Budget(**memory, nvme={str(tmp_path): AMPLE} if "disk" in rates else None)
     found, plan, moved = trained(place, "auto", tmp_path, budget=budget)
-    assert differences(kept, found) == []
+    assert differences(kept(), found) == []
     residuals, room = plan.residuals, plan.residuals.room
     assert room is not None
     groups = residuals.recomputed, residuals.leaving, residuals.kept
@@ -237,9 +252,8 @@ def test_auto_lets_blocks_run_again_leave_and_stay(
 def test_bits_of_all_policies(place: str, policy: str, compute: str, steps: str, tmp_path: Path) -> None:
     backwards, together = 1 if steps == "one backward" else 3, steps == "accumulate"
     facts: dict[str, Any] = {"compute": compute, "backwards": backwards, "together": together}
-    kept, _, _ = trained("unified", "keep", tmp_path, **facts)
     found, _, _ = trained(place, policy, tmp_path, **facts)
-    assert differences(kept, found) == []
+    assert differences(kept(**facts), found) == []
 
 
 def test_keep_has_the_gradients_of_plain_torch() -> None:
@@ -447,8 +461,7 @@ def test_two_disks_have_room_for_pages_and_activations(
 def test_scratch_that_exceeds_the_nvme_budget_is_refused_by_the_plan(tmp_path: Path) -> None:
     model, optimizer, facts = made()
     planned = functools.partial(infinity.plan, model, optimizer, activations="offload", **facts)
-    host = planned(budget=infinity.Budget(host=AMPLE)).smallest[Tier.HOST]
-    half = host - planned(budget=infinity.Budget(host=AMPLE)).residuals.ram // 2
+    _, half = sizes_of("unified", "offload", "fp32")
     with pytest.raises(BudgetError) as error:
         planned(budget=infinity.Budget(host=half, nvme={str(tmp_path): "256KiB"}))
     assert error.value.needed is not None
