@@ -55,6 +55,7 @@ def test_gradients_are_not_offered_before_they_have_come(tmp_path: Path) -> None
         check_bits(CASES[:1], 2, tmp_path, function="training_without_waits_for_gradients")
 
 
+@pytest.mark.slow
 def test_each_order_that_is_missing_is_seen(tmp_path: Path) -> None:
     """On the way of gradients to RAM, of those and of gradients in device memory to sums on a device, and of
     parameters from an update to another device.
