@@ -34,7 +34,7 @@ from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
 from infinity.tiers import Tier
 from infinity.tiers.probes import disk_speed
 
-QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
+QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
 WAYS = {
     "keep": "keep",
     "keep again": "keep",
