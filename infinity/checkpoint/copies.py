@@ -30,11 +30,12 @@ from infinity.checkpoint import commit_files, tensor_files
 from infinity.checkpoint import manifest as form
 from infinity.checkpoint.atomic_directory import Writer, check_destination, check_room, published, storing
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, RankCommit, recut
+from infinity.checkpoint.commit_source import CommitSource, RankCommit
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.export import Source, model_entries
 from infinity.checkpoint.record import manifest_of, now, parameter_entry
 from infinity.checkpoint.restore import check_held, match, restore, show
+from infinity.checkpoint.retiled_source import retiled
 from infinity.checkpoint.run_state import RunState, capture, generators, group_names
 from infinity.checkpoint.verification import find_slabs
 from infinity.checksum import crc32c_blocks
@@ -111,7 +112,7 @@ class Copies:
         layout, homes = store.plan.layout, [page.home for page in self._pages]
         with self._ranks.phase("load(path)", first=True) as same:
             saved, copy = open_copy(path, store.files)
-            run, copy = saved.run, recut(copy, layout)
+            run, copy = saved.run, retiled(copy, layout)
             match(copy, layout, source.states)
             with_groups = copy.rule is not None and source.states is not None
             if with_groups:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from infinity.activations.heap import HeapGuard
-from infinity.checkpoint.commit_source import CommitSource, recut
+from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
+from infinity.checkpoint.retiled_source import retiled
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
 from infinity.config import Budget, round_up
 from infinity.cpu_adam import default_cpus
@@ -175,7 +176,7 @@ class InitialPages:
         own_chunks = not self.plan.share.whole_states
         layout = self.plan.layout
         restored = restore(
-            recut(source, layout), layout, self.homes, self.states, self.store, own_chunks=own_chunks
+            retiled(source, layout), layout, self.homes, self.states, self.store, own_chunks=own_chunks
         )
         restored.warn(stacklevel=6)
 

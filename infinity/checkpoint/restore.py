@@ -30,8 +30,9 @@ import numpy as np
 import torch
 
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, RankCommit, recut
+from infinity.checkpoint.commit_source import CommitSource, RankCommit
 from infinity.checkpoint.manifest import BLOCK, VALUES, OptimizerRule, ParameterEntry
+from infinity.checkpoint.retiled_source import retiled
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import Division, ModelLayout, ParameterLayout, Piece
@@ -460,7 +461,7 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
     """Whether a rank commit has all elements that a rank with this plan keeps. Parameters that the commit
     lacks or has in another shape do not count; `restore` refuses them.
     """
-    source = recut(CommitSource([RankCommit(saved, lambda memory, offset: None)]), plan.layout)
+    source = retiled(CommitSource([RankCommit(saved, lambda memory, offset: None)]), plan.layout)
     by_name = {name: each for each in source.parameters().values() for name in each.names}
     for unit in plan.layout.units:
         shard = PageShard(unit, plan.share)
