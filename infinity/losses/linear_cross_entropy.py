@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary, has
 
 from infinity.errors import ConfigError
 from infinity.layout.tiles import row_ranges
+from infinity.losses.pieces import each_size
 
 _COLUMNS = 2048
 """The most entries of the vocabulary in a panel."""
@@ -221,7 +222,7 @@ class _Forward:
     def add(self, panel: int, columns: slice, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Measure a panel. matrix, bias: its rows of the weight and of the bias."""
         options = self.options
-        for rows in _ranges(len(self.hidden), options.rows):
+        for rows in each_size(_ranges(len(self.hidden), options.rows), _length, self.hidden):
             logits = _logits(self.hidden[rows], matrix, bias, options)
             place, inside = _place(self.target[rows], columns)
             self.found[rows] += torch.where(inside, logits.gather(1, place[:, None])[:, 0], 0)
@@ -284,7 +285,7 @@ class _Backward:
         if of_matrix is not None:
             sums = _Sums(of_matrix, options, alone=len(self.hidden) <= options.rows)
         of_part = matrix.new_zeros(len(matrix), dtype=options.wide)
-        for rows in _ranges(len(self.hidden), options.rows):
+        for rows in each_size(_ranges(len(self.hidden), options.rows), _length, self.hidden):
             part, scale = self.hidden[rows], self.scale[rows]
             logits = _logits(part, matrix, bias, options)
             logits.sub_(self.maximum[rows, None]).exp_().mul_((scale / self.total[rows])[:, None])
@@ -340,7 +341,7 @@ class _Tile(_Node):
         """panels: the tile's, each with its number. weights: the bias of the tile's rows, and the tile."""
         assert turn.forward is not None
         ctx.turn, ctx.panels = turn, panels
-        for number, columns in panels:
+        for number, columns in each_size(panels, _columns, turn.forward.hidden):
             bias, matrix = _rows(panels, columns, *weights)
             assert matrix is not None
             turn.forward.add(number, columns, matrix, bias)
@@ -354,7 +355,7 @@ class _Tile(_Node):
         for_token, for_bias, for_tile = ctx.needs_input_grad[2:]
         of_tile = tile.new_zeros(tile.shape) if for_tile else None
         of_bias = bias.new_empty(bias.shape) if for_bias else None
-        for _number, columns in ctx.panels:
+        for _number, columns in each_size(ctx.panels, _columns, backward.hidden):
             parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
             backward.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
         if not for_token:  # there is no node after this one
@@ -427,6 +428,14 @@ _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 def _ranges(number: int, size: int) -> Iterator[slice]:
     for start in range(0, number, size):
         yield slice(start, min(start + size, number))
+
+
+def _length(piece: slice) -> int:
+    return int(piece.stop - piece.start)
+
+
+def _columns(panel: tuple[int, slice]) -> int:
+    return _length(panel[1])
 
 
 def _logits(

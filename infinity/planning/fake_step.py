@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import Precision, round_up
 from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
+from infinity.losses.pieces import times
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
 
@@ -308,9 +309,9 @@ class _Watch(TorchDispatchMode):
         results = [*_tensors((result,))]
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None and operands:
-            self._flops[operands[0].dtype] += formula(*args, **kwargs, out_val=result)
+            self._flops[operands[0].dtype] += times() * formula(*args, **kwargs, out_val=result)
         elif func.namespace != "prim" and not func.is_view:  # views do no work
-            self._bytes += sum(
+            self._bytes += times() * sum(
                 min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
                 for each in (*operands, *results)
             )

@@ -345,6 +345,37 @@ def test_bytes_of_a_step(train: bool) -> None:
     assert found[large] - gradients < logits / 8
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_step_without_data_counts_panels_that_it_leaves_out(
+    smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels of 2048 and of 952 entries, by 3 times 9 tokens and once 5."""
+    monkeypatch.setattr(module, "_PANEL", 9 * 2048)
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 2 * 2048 + 952)
+
+        def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+            head = self.head
+            return linear_cross_entropy(hidden, head.weight, target, head.bias, label_smoothing=smoothing)
+
+    def step() -> Any:
+        inputs = torch.ones(32, WIDTH, requires_grad=True), torch.zeros(32, dtype=torch.int64)
+        precision, device = infinity.Precision(compute="fp32"), torch.device("cpu")
+        return run_fake_step(Head(), inputs, precision=precision, device=device, train=True)
+
+    products = []
+    product = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *a, **k: (products.append(a), product(*a, **k))[1])
+    found, some = step(), len(products)
+    monkeypatch.setattr(module, "each_size", lambda pieces, size, tensor: pieces)
+    products.clear()
+    assert found == step() and found.activations is not None
+    assert (some, len(products)) == (2 * 2 * 2, 2 * 3 * 4), "in forward and backward"
+
+
 def test_a_step_has_the_bytes_of_a_tile() -> None:
     """8192 entries of width 1024 in bf16: 16 MiB, in tiles of 2 MiB."""
 
