@@ -1,8 +1,10 @@
 """Interrupted lines: SIGINT before a chosen line that the main thread executes inside of the package.
 
 [Note: where Ctrl-C cannot be] Python calls handlers where functions begin, after calls and where loops
-repeat. So none raises between the body of a `with` and the call of `__exit__`, nor at a `try:`, although
-trace functions are called there. `Lines` leaves these visits out.
+repeat. So none raises between the body of a `with` and the call of `__exit__`, nor at a `try:`, nor where an
+exception has come to its handler, although trace functions are called there. What a trace function raises at
+the last of these has Python 3.11 take the exception for one that is handled for ever, which keeps its frames
+alive. `Lines` leaves these visits out.
 """
 
 from __future__ import annotations
@@ -87,11 +89,12 @@ class Lines:
 
 @functools.cache
 def _never(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which Ctrl-C is never raised: those with which a `try` begins, or
-    the call of `__exit__`, for which None is loaded three times, below the value of a `return`.
+    """Offsets of the instructions before which Ctrl-C is never raised: those with which a `try` or a handler
+    of exceptions begins, or the call of `__exit__`, for which None is loaded three times, below the value of
+    a `return`.
     """
     found = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL")]
-    begins = {each.offset for each in found if each.opname in ("NOP", "SETUP_FINALLY")}
+    begins = {each.offset for each in found if each.opname in ("NOP", "SETUP_FINALLY", "PUSH_EXC_INFO")}
     found = [each for each in found if each.offset not in begins]
     nones = [each.opname == "LOAD_CONST" and each.argval is None for each in found]
     exits = [at for at in range(len(found)) if nones[at : at + 3] == [True] * 3]
