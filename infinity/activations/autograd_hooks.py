@@ -10,13 +10,12 @@ tensor in place of a leaf, with the same AccumulateGrad node. Older torch (2.6, 
 hooks from this node and from the leaf when the second tensor's Python object is destroyed.
 
 An error in a backward leaves nodes, with their saved tensors, in the thread's queue until a later backward
-runs. At the end of the process the main thread's queue is destroyed after Python. Torch 2.15 then asks for
-the GIL to destroy the hooks of these tensors, and crashes.
+runs, such as that of `drop_left_tasks`. At the end of the process the main thread's queue is destroyed after
+Python. Torch 2.15 then asks for the GIL to destroy the hooks of these tensors, and crashes.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 import threading
@@ -116,18 +115,7 @@ def _is_second(tensor: torch.Tensor | None) -> bool:
         return node.variable is not tensor
 
 
-def drop_left_tasks_at_exit() -> None:
-    """Have the nodes that a failed backward left in the main thread's queue of autograd removed when Python
-    ends.
-    """
-    made: list[torch.Tensor] = []
-    # Each thread numbers its own nodes. The first of a new thread has the lowest number, so autograd runs it
-    # after those that are left.
-    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).mul(1.0)))
-    thread.start()
-    thread.join()
-
-    @atexit.register
-    def drop() -> None:
-        with contextlib.suppress(RuntimeError):  # a fork of a process that used CUDA can run no backward
-            made[0].backward()
+def drop_left_tasks() -> None:
+    """Have autograd remove the nodes that a failed backward has left in this thread's queue."""
+    with contextlib.suppress(RuntimeError):  # a fork of a process that used CUDA can run no backward
+        torch.zeros((), device="cpu", requires_grad=True).backward()

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -48,6 +48,8 @@ _ALIGNED = 256
 
 _SPAN = 2
 """A page is a view's span only, and not the whole storage, if the storage has this many times its bytes."""
+
+_Result = TypeVar("_Result")
 
 
 class Room(Protocol):
@@ -86,6 +88,9 @@ class Room(Protocol):
 
     def read(self, place: Any, into: torch.Tensor) -> Transfer:
         """Begin to read the bytes at a place into leased RAM."""
+
+    def free_left(self) -> None:
+        """Free the pages that failed steps have left and that nobody can use."""
 
     def shortage(self, nbytes: int) -> BudgetError:
         """The error for a page of `nbytes` bytes that finds no room."""
@@ -295,7 +300,7 @@ class ResidualPages:
                 version=tensor._version,
             )
             page.unused += 1
-            self._thin_out(page)
+            self._with_room(lambda: self._thin_out(page))
         return reference
 
     def _page_of(
@@ -373,6 +378,17 @@ class ResidualPages:
 
     # --- RAM and disk ----------------------------------------------------------------------------------
 
+    def _with_room(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function and return its result. If it finds no room, it is called once more, after what
+        failed steps have left is freed.
+        """
+        try:
+            return function()
+        except BudgetError:
+            self._room.free_left()
+            self._sweep()
+        return function()
+
     def _take(self, nbytes: int) -> torch.Tensor:
         """Lend RAM. The earliest pages in RAM make room for it. Raises BudgetError, StorageError."""
         while (memory := self._room.lease(nbytes)) is None:
@@ -439,7 +455,7 @@ class ResidualPages:
         page = reference.page
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._sweep()
-            memory = self._bring(page)
+            memory = self._with_room(lambda: self._bring(page))
             page.unused -= reference.unused
             reference.unused = False
             if not page.unused:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 
 import torch
 
 from infinity import _tiers
+from infinity.activations import autograd_hooks
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError
 from infinity.pages.health import Health
@@ -85,6 +87,11 @@ class ResidualRoom:
         self._store.meter.moved(Edge.NVME_TO_HOST, whole.nbytes, transfer)
         return transfer
 
+    def free_left(self) -> None:
+        autograd_hooks.drop_left_tasks()
+        # The frames of an exception that passed through an ExitStack form a cycle with the exception.
+        gc.collect()
+
     def shortage(self, nbytes: int) -> BudgetError:
         disk = 0 if self._scratch is None else self._scratch.budget
         return _shortage(nbytes, self._pool.nbytes, disk)
@@ -156,6 +163,9 @@ class FakeRoom:
 
     def read(self, place: object, into: torch.Tensor) -> Transfer:
         return ARRIVED
+
+    def free_left(self) -> None:
+        pass
 
     def shortage(self, nbytes: int) -> BudgetError:
         found = _shortage(nbytes, self._ram.capacity, self._disk.capacity)

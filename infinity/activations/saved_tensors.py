@@ -17,6 +17,7 @@ around every single operation that takes a paged parameter.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.system.lock import undivided
 
 autograd_hooks.keep_leaf_hooks()
-autograd_hooks.drop_left_tasks_at_exit()
+atexit.register(autograd_hooks.drop_left_tasks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from saved_programs import drop_left_tasks
 
+from infinity.activations.autograd_hooks import drop_left_tasks
 from infinity.activations.heap import HeapGuard
 from infinity.activations.residual_pages import ResidualPages
 from infinity.activations.residual_room import FakeRoom

@@ -7,7 +7,6 @@ kind at the same instructions.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from infinity.activations.autograd_hooks import drop_left_tasks
 
 SIDE = 32
 SMALLEST = 1024
@@ -204,13 +205,3 @@ def seen_by(program: Program, saving: Saving) -> list[Any]:
     drop_left_tasks()
     gc.collect()
     return found
-
-
-def drop_left_tasks() -> None:
-    """Have autograd drop the nodes that a failed backward has left in this thread's queue."""
-    made: list[Tensor] = []
-    # The first node of a new thread has the lowest number, so it runs after those that are left.
-    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).mul(1.0)))
-    thread.start()
-    thread.join()
-    made[0].backward()
