@@ -175,6 +175,8 @@ class ModuleHooks:
                 "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
         args, kwargs = self._inputs(args, kwargs)
+        for calls in (self._recomputed, self._pager.copies):
+            calls.prune()  # the frame of a call that was interrupted keeps those around it, and their graphs
         CastOperands.remove_ended()
         mixed = self._inputs.mixed(args, kwargs)
         if mixed and not self._casts_in_backward:
