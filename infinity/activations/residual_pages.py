@@ -159,6 +159,13 @@ class ResidualReference:
     unused: bool = True
 
 
+class _Storage(weakref.ref[torch.UntypedStorage]):
+    """A reference to a storage that does not keep it alive, and the storage's key in `_known`."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class _Living(weakref.ref[ResidualPage]):
     """A reference to a page that does not keep it alive, and what is known of the page when it is gone."""
 
@@ -186,7 +193,7 @@ class ResidualCounts:
 class _Known:
     """A storage at one version, and its pages."""
 
-    storage: weakref.ref[Any]
+    storage: _Storage
     counter: torch.Tensor
     """As `ResidualReference.counter`. Tensors of one storage may have several counters, as `.data` has."""
     version: int
@@ -224,8 +231,8 @@ class ResidualPages:
         self._next = 0
         self._gone: deque[_Living] = deque()
         """Pages whose last reference is gone and that `_sweep` has not seen. Any thread may append."""
-        self._forgotten: deque[int] = deque()
-        """Keys of `_known` whose storage is gone, likewise."""
+        self._forgotten: deque[_Storage] = deque()
+        """Storages of `_known` that are gone, likewise."""
         self._known: dict[int, _Known] = {}
         """id() of a storage -> what is known of it since it was saved last."""
         self._kept: dict[int, _Living] = {}
@@ -310,8 +317,9 @@ class ResidualPages:
         key, version = id(storage), tensor._version
         known = self._known.get(key)
         if known is None or not known.is_now(storage, version):
-            watcher = weakref.ref(storage, lambda _: self._forgotten.append(key))
-            known = self._known[key] = _Known(watcher, counter, version, [])
+            watched = _Storage(storage, self._forgotten.append)
+            watched.key = key
+            known = self._known[key] = _Known(watched, counter, version, [])
         begin, end = _span(tensor)
         for each in known.pages:
             page = each()
@@ -576,9 +584,9 @@ class ResidualPages:
         while self._going and self._going[0][0]() is None:
             self._let_go()
         while self._forgotten:
-            key = self._forgotten.popleft()
-            if key in self._known and self._known[key].storage() is None:
-                del self._known[key]
+            storage = self._forgotten.popleft()
+            if storage.key in self._known and self._known[storage.key].storage is storage:
+                del self._known[storage.key]
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()
 
