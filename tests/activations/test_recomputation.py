@@ -177,14 +177,14 @@ def llama() -> nn.Module:
 
 
 def decoder() -> nn.Module:
-    return Decoder(DecoderConfig(vocabulary=67, width=32, layers=3, heads=4, hidden=64))
+    return Decoder(DecoderConfig(vocabulary=67, width=32, layers=2, heads=4, hidden=64))
 
 
 IDS = torch.arange(18).view(2, 9) % 67
 IMAGES = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(2))
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
     "mlp": (Stack, rows(), 4),
-    "decoder": (decoder, IDS, 3),
+    "decoder": (decoder, IDS, 2),
     "llama": (llama, IDS, 3),
     "convnet": (lambda: Pictures(lambda width: nn.GroupNorm(2, width)), IMAGES, 3),
     "experts": (Experts, rows(), 6),
@@ -820,9 +820,9 @@ def test_the_estimates_of_a_number_of_blocks_are_close(name: str) -> None:
 def test_auto_recomputes_what_fits_if_pages_then_need_not_move() -> None:
     """On a GPU of a machine file, whose rates are fixed, with little RAM and the other pages on disk."""
     with torch.device("meta"):
-        model = Decoder(DecoderConfig(width=512, layers=8, heads=8, hidden=1472))
+        model = Decoder(DecoderConfig(width=512, layers=4, heads=8, hidden=1472))
         ids = torch.empty(1, 4096, dtype=torch.long)
-    budget = infinity.Budget(device="1200MiB", host="64MiB", nvme={"/tmp": "10GiB"})
+    budget = infinity.Budget(device="640MiB", host="64MiB", nvme={"/tmp": "10GiB"})
     options = {"budget": budget, "machine": "rtx4090-desktop", "device": "cuda", "update": "lazy"}
     plans = {
         policy: planned(model, ids, ids, activations=policy, precision=infinity.Precision(), **options)
@@ -832,6 +832,6 @@ def test_auto_recomputes_what_fits_if_pages_then_need_not_move() -> None:
     assert least["auto"] < 0.95 * least["keep"]
     assert least["auto"] < least["recompute"] < least["keep"]
     found = plans["auto"].residuals
-    assert 0 < len(found.recomputed) < 8
-    assert len(found.recomputed) + len(found.kept) == 8
+    assert 0 < len(found.recomputed) < 4
+    assert len(found.recomputed) + len(found.kept) == 4
     assert "s with all kept" in str(plans["auto"])

@@ -132,8 +132,8 @@ ON_FOUR = (
     Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
 )
 """Cases for four ranks."""
-SOME = pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-"""For tests of many cases: every sixth of them, or all."""
+SOME = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+"""For tests of many cases: every tenth of them, or all."""
 
 
 class Place(NamedTuple):
