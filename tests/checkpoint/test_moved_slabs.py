@@ -109,6 +109,7 @@ def test_a_run_in_ram_adopts_slabs_on_other_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.sweep(most=5)
 @pytest.mark.parametrize(
     "to, paths, adopted",
     [

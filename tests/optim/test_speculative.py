@@ -89,6 +89,7 @@ def begun(runtime: Any) -> set[int]:
     return {unit for unit in range(len(runtime.plan.layout.units)) if scheduler.tentative(unit)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
     "recipe",
@@ -260,6 +261,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", ["nvme", "mirrored"])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_comes_between_backward_and_step_sees_and_does_as_with_lazy_updates(
