@@ -25,7 +25,7 @@ from cover import chosen_of
 from homes import NEEDS_CUDA
 from tiny_job import TinyJob, make_tiny
 
-from infinity.planning import twin_flow
+from infinity.planning import machine_rates, twin_flow
 from infinity.system import machine
 
 # This has to be set before anything uses cuBLAS, which may order sums differently each time without a
@@ -132,6 +132,17 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_probes_of_disks() -> Iterator[None]:
+    """Measure the rates of a disk with few bytes and for a moment: a plan with example inputs measures each
+    directory that it does not know, and most tests have one of their own. A probe would take a second.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_rates, "_DISK_BYTES", 4 << 20)
+        patch.setattr(machine_rates, "_DISK_SECONDS", 0.03)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -113,14 +113,15 @@ def test_it_learns(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_where_pages_are_changes_no_bit(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
-    disk = job.on_disk(capsys)
+    choice = ["--activations", "auto"]
+    disk = job.on_disk(capsys, *choice)
     homes = {
         "disk": disk,
         "RAM": ["--budget-device", "64MiB", "--budget-host", "64MiB"],
         "RAM as the device": ["--budget-host", "64MiB"],
         "disk, RAM as the device": ["--budget-host", "480KiB", *job.nvme()],
     }
-    runs = {name: job.train(capsys, *options, "--steps", 4) for name, options in homes.items()}
+    runs = {name: job.train(capsys, *options, *choice, "--steps", 2) for name, options in homes.items()}
     assert {name: run["nvme"]["planned"] > 0 for name, run in runs.items()} == {
         name: "disk" in name for name in homes
     }

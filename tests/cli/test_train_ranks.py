@@ -28,8 +28,6 @@ from infinity.tiers.slab import slab_name
 pytestmark = pytest.mark.usefixtures("warm")
 RANKS = 2
 STEPS = 20
-KEEP = ("--activations", "keep")
-"""Options without which the plan takes as long as the steps. The policies are in distributed/test_bits.py."""
 ENDLESS = 1_000_000
 
 
@@ -59,7 +57,7 @@ def ranks(
                 "INFINITY_RANK_TIMEOUT": str(PATIENCE),
                 "TORCHELASTIC_ERROR_FILE": str(job.folder / f"error-{rank}"),
             }
-            arguments = job.arguments("train", "--json", *KEEP, *options, *(second if rank else ()))
+            arguments = job.arguments("train", "--json", *options, *(second if rank else ()))
             processes.append(job.start(*arguments, env=environment))
             stack.enter_context(ended(processes[-1]))
         yield processes
@@ -80,7 +78,7 @@ def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None
         ("two", torchrun(), 2),
     ):
         files = {option: job.folder / f"{name}-{option}" for option in ("log", "export", "trace")}
-        arguments = job.arguments("train", "--json", *KEEP, "--steps", 3, "--accumulate", accumulate)
+        arguments = job.arguments("train", "--json", "--steps", 3, "--accumulate", accumulate)
         arguments += ["--budget-host", "1MiB", *job.nvme()]
         arguments += [text for option, file in files.items() for text in (f"--{option}", str(file))]
         command = [sys.executable, *program, tiny_job.__file__, *arguments]
@@ -211,7 +209,7 @@ def test_a_stopped_job_goes_on_where_all_ranks_have_committed(
     else:
         assert [code for code, _, _ in said] == [1, -signal.SIGKILL]
     if alone:
-        one = job.arguments("train", "--json", *KEEP, *options, *commits, "--log", log, "--accumulate", RANKS)
+        one = job.arguments("train", "--json", *options, *commits, "--log", log, "--accumulate", RANKS)
         process = job.start(*one)
         with ended(process):
             said = outputs([process])
@@ -227,7 +225,7 @@ def test_a_stopped_job_goes_on_where_all_ranks_have_committed(
 def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
     """The new ranks meet in the store of the old ones, and go on from the last commit."""
     log = job.folder / "log"
-    arguments = job.arguments("train", *KEEP, "--steps", STEPS, "--budget-host", "1MiB", *job.nvme())
+    arguments = job.arguments("train", "--steps", STEPS, "--budget-host", "1MiB", *job.nvme())
     arguments += ["--checkpoint", str(job.folder / "run"), "--every", "1", "--resume", "--log", str(log)]
     process = subprocess.Popen(
         [sys.executable, *torchrun("--max-restarts", "1"), tiny_job.__file__, *arguments],
@@ -250,7 +248,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
 @pytest.mark.slow
 def test_torchrun_begins_anew_after_a_death_in_the_first_commit(job: TinyJob) -> None:
     log, run = job.folder / "log", job.folder / "run"
-    arguments = job.arguments("train", *KEEP, "--steps", 3, "--budget-host", "1MiB", *job.nvme())
+    arguments = job.arguments("train", "--steps", 3, "--budget-host", "1MiB", *job.nvme())
     arguments += ["--checkpoint", str(run), "--every", "1", "--resume", "--log", str(log)]
     found = subprocess.run(
         [sys.executable, *torchrun("--max-restarts", "1"), tiny_job.__file__, *arguments],
