@@ -97,7 +97,7 @@ def test_parameters_come_to_a_node_once_a_step(tmp_path: Path) -> None:
 
 
 def test_a_node_receives_half_of_what_its_ranks_would(tmp_path: Path) -> None:
-    cases = [Case("decoder", 3, accumulate=2, home="host", compute="bf16")]
+    cases = [Case("mlp", 3, accumulate=2, home="host", compute="bf16")]
     (kept,), (asked,) = (crossed(cases, cache, tmp_path) for cache in ("", "0"))
     assert kept["gradients"] == asked["gradients"]
     assert sum(kept.values()) <= sum(asked.values()) / 2

@@ -53,7 +53,7 @@ def test_a_rank_without_windows_among_others(tmp_path: Path) -> None:
     training_ranks.check_bits(CASES[:1], 4, tmp_path, nodes=[OFF, {}, {}, {}])
 
 
-@pytest.mark.parametrize("home", ["unified", "host", "nvme"])
+@pytest.mark.parametrize("home", ["unified", pytest.param("host", marks=pytest.mark.slow), "nvme"])
 def test_what_rests_in_ram_is_copied_and_all_else_is_asked_for(home: str, tmp_path: Path) -> None:
     """Gradients are read where they wait, except those for which the pool of waiting ones is too small."""
     for nodes in ([], [OFF] * 2):
