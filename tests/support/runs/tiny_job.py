@@ -98,8 +98,8 @@ class TinyJob:
         for number in range(8):
             text = "".join(SENTENCE.format(number * line) for line in range(150))
             (data / f"{number}.txt").write_text(text)
-        self.options = ["--data", str(data), "--device", "cpu", "--batch", "2", "--seq", "32"]
-        self.options += ["--activations", "keep"]  # the choice of "auto" takes longer than most runs
+        keep = ["--activations", "keep"]  # the choice of "auto" takes longer than most runs
+        self.options = ["--data", str(data), "--device", "cpu", *keep, "--batch", "2", "--seq", "32"]
 
     def arguments(self, command: str, *more: object, model: str = "tiny") -> list[str]:
         """Return the arguments for `infinity`: `command`, the job's options, and those in `more`.
