@@ -108,7 +108,6 @@ def test_a_run_in_ram_adopts_slabs_on_other_paths(tmp_path: Path) -> None:
     moved.resume("a", "b", adopted=True)
 
 
-@pytest.mark.sweep
 @pytest.mark.sweep(most=5)
 @pytest.mark.parametrize(
     "to, paths, adopted",
