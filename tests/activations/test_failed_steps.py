@@ -30,8 +30,10 @@ from infinity.errors import StorageError
 __all__ = ["watchdog"]
 
 DIM, ROWS = 16, 32
-TIGHT = 80 << 10
-"""Bytes of host RAM with which activations go on to NVMe. The search for the smallest budget takes 4 s."""
+TIGHT = 56 << 10
+"""Bytes of host RAM, hardly more than a plan needs, with which activations go on to NVMe. `smallest_budget`
+takes seconds for its search.
+"""
 POLICIES = ("offload", "recompute+offload")
 FAILURES = (("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC))
 
@@ -56,10 +58,9 @@ class Steps:
         self._runtime = runtime
         self._store = runtime._components.store
         self._pages = runtime._components.pager.residual
+        self.counts = self._pages.counts
         for _ in range(2):  # the second time, pages are fetched ahead
             self._expected = self._gradients()
-        assert self._pages.counts.down > 0
-        assert (self._pages.counts.read > 0) == (self._store.scratch is not None)
 
     @property
     def scratch(self) -> Path:
@@ -111,7 +112,10 @@ def opened(memory: str, below: str, policy: str, directory: Path) -> Iterator[St
             planned = functools.partial(infinity.plan, model, optimizer, **facts)
             budget = smallest_budget(planned, memory, below, directory)
         with infinity.offload(model, optimizer, budget=budget, **facts) as runtime:
-            yield Steps(model, runtime, faults)
+            steps = Steps(model, runtime, faults)
+            assert steps.counts.down > 0
+            assert (steps.counts.read > 0) == (below == "NVMe")
+            yield steps
     assert list(directory.iterdir()) == []
 
 
