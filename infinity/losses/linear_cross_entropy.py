@@ -161,7 +161,8 @@ def _token_losses(
     Panels end where tiles do, also where the weight is not in tiles, so that both have the same bits. Each
     tile has a node of its own in the graph, whose gradient leaves before the next tile comes. A token, a
     tensor without elements, goes from the hidden states through all of them: backward begins with the losses,
-    takes tiles in row order and ends with the hidden states.
+    takes tiles in row order and ends with the hidden states. The token's gradient carries the sums of its
+    backward: of one graph, several backwards may run, at one time and in part.
     """
     panels: list[slice] = []
     for rows in row_ranges(options.shape):
@@ -176,7 +177,7 @@ def _token_losses(
     if bias is not None:
         biases = bias.split([len(each) for each in tiles])
     turn = _Turn(options, hidden, target, panels)
-    token: torch.Tensor = _Hidden.apply(turn, hidden)  # type: ignore[no-untyped-call]
+    token: torch.Tensor = _Hidden.apply(hidden)  # type: ignore[no-untyped-call]
     for tile, mine, part in reversed(list(zip(tiles, of_tile, biases, strict=True))):
         call = functools.partial(_Tile.apply, turn, mine, token, part)
         token = _with_page(tile, call)
@@ -193,7 +194,7 @@ def _with_page(tile: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor])
 
 
 class _Turn:
-    """What the nodes of one loss have in common: sums of the forward until it ends, and of each backward."""
+    """What the nodes of one loss have in common."""
 
     def __init__(
         self, options: _Options, hidden: torch.Tensor, target: torch.Tensor, panels: Sequence[slice]
@@ -204,9 +205,7 @@ class _Turn:
         zeros = zeros.expand(len(hidden), options.vocabulary)
         F.nll_loss(zeros, target, ignore_index=options.ignore_index, reduction="none")
         self.forward: _Forward | None = _Forward(options, hidden.detach(), target, len(panels))
-        """What the forward has measured."""
-        self.backward: _Backward | None = None
-        """What the backward under way has added up."""
+        """What the forward has measured, until it ends."""
 
 
 class _Forward:
@@ -317,14 +316,12 @@ class _Hidden(_Node):
     """Hands the sum of the gradients to the hidden states."""
 
     @staticmethod
-    def forward(ctx: Any, turn: _Turn, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.turn = turn
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        backward, ctx.turn.backward = ctx.turn.backward, None
-        return None, backward.of_hidden.finish()
+    def backward(ctx: Any, token: Any) -> Any:
+        return token.sums.of_hidden.finish()
 
 
 class _Tile(_Node):
@@ -349,18 +346,16 @@ class _Tile(_Node):
         return token.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, token: Any) -> Any:
         bias, tile = ctx.saved_tensors
-        backward: _Backward = ctx.turn.backward
+        sums: _Backward = token.sums
         for_token, for_bias, for_tile = ctx.needs_input_grad[2:]
         of_tile = tile.new_zeros(tile.shape) if for_tile else None
         of_bias = bias.new_empty(bias.shape) if for_bias else None
-        for _number, columns in each_size(ctx.panels, _columns, backward.hidden):
+        for _number, columns in each_size(ctx.panels, _columns, sums.hidden):
             parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
-            backward.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
-        if not for_token:  # there is no node after this one
-            ctx.turn.backward = None
-        return None, None, backward.hidden.new_empty(0) if for_token else None, of_bias, of_tile
+            sums.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
+        return None, None, token if for_token else None, of_bias, of_tile
 
 
 class _Losses(_Node):
@@ -381,8 +376,10 @@ class _Losses(_Node):
         if torch.is_grad_enabled():
             _refuse("in a backward with create_graph=True")
         turn: _Turn = ctx.turn
-        turn.backward = _Backward(turn.options, ctx.saved_tensors, gradients[0], panels=len(turn.panels))
-        return None, gradients[0].new_empty(0), None, None
+        sums = _Backward(turn.options, ctx.saved_tensors, gradients[0], panels=len(turn.panels))
+        token: Any = sums.hidden.new_empty(0)  # of the token's dtype: autograd hands on this very tensor
+        token.sums = sums
+        return None, token, None, None
 
 
 def _rows(panels: Sequence[tuple[int, slice]], columns: slice, *parts: torch.Tensor | None) -> list[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from counted_steps import counted
 from homes import HOMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import differences
 from small_runtime import opened
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -21,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import linear_cross_entropy
+from infinity.activations.autograd_hooks import drop_left_tasks
 from infinity.errors import ConfigError
 from infinity.layout import tiles
 from infinity.losses import linear_cross_entropy as module
@@ -405,6 +410,54 @@ def test_a_step_has_the_bytes_of_a_tile() -> None:
         found.append(step.activations)
     assert found[0] - found[1] == (8192 - 1024) * 1024 * 2
     assert found[1] < 8 << 20
+
+
+# --- several backwards of one graph -------------------------------------------------------------------
+
+
+def two_tiles() -> tuple[Tensor, list[Tensor]]:
+    """Return (the loss, [hidden, the first tile, the second one]). Backward takes the first tile first."""
+    hidden, weight, target = operands()
+    parts = [each.clone().requires_grad_() for each in weight.detach().split(2048)]
+    return module.of_tiles(hidden, weight.detach(), target, tiles=parts), [hidden, *parts]
+
+
+def gradients(loss: Tensor, inputs: Sequence[Tensor], scale: float = 1) -> tuple[Tensor, ...]:
+    """The gradients of `scale` times the loss, in a backward that retains the graph."""
+    return torch.autograd.grad(loss, inputs, torch.tensor(scale), retain_graph=True)
+
+
+def test_backwards_in_two_threads_do_not_mix() -> None:
+    loss, inputs = two_tiles()
+    scales = (1.0, 3.0)
+    right = [gradients(loss, inputs, scale) for scale in scales]
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(_: Tensor) -> None:
+        both.wait()  # both have gone back through the first tile, and not through the second
+
+    inputs[1].register_hook(meet)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda scale: gradients(loss, inputs, scale), scales))
+    assert differences(found, right) == []
+
+
+def test_backwards_in_part_and_with_errors_leave_nothing() -> None:
+    loss, inputs = two_tiles()
+    right = gradients(loss, inputs)
+    for number in range(3):
+        assert torch.equal(gradients(loss, inputs[number : number + 1])[0], right[number])
+    handle = inputs[1].register_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gradients(loss, inputs)
+    handle.remove()
+    drop_left_tasks()
+    assert not [each for each in gc.get_objects() if type(each) is module._Backward]
+    assert differences(gradients(loss, inputs), right) == []
+
+
+def interrupted(_: Tensor) -> None:
+    raise KeyboardInterrupt
 
 
 # --- refusals -----------------------------------------------------------------------------------------
