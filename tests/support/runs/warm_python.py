@@ -258,9 +258,11 @@ def _forget_modules() -> None:
     """Have a fork that ends leave the modules as they are that it had from the start.
 
     An interpreter that ends empties each module that it knows. Thousands of them would take 0.06 s of a CPU.
+    Those of a fork with a process group of torch are emptied, or the group would end without the GIL.
     """
-    for name in _FROM_THE_START:
-        sys.modules.pop(name, None)
+    if not torch.distributed.is_initialized():
+        for name in _FROM_THE_START:
+            sys.modules.pop(name, None)
 
 
 def _leave_to_the_kernel() -> None:
@@ -299,7 +301,7 @@ if __name__ == "__main__":
         sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(cache, "bytecode")
     # Not Triton, which torch 2.15 imports as well: at the end it prints all objects that are not freed.
     sys.modules["triton"] = None  # type: ignore[assignment]
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     del sys.modules["triton"]
     with contextlib.suppress(ImportError):
