@@ -319,7 +319,7 @@ class _Watch(TorchDispatchMode):
             if (storage := leaf.untyped_storage()) not in self._seen:
                 self._seen[storage] = None
                 self._made(storage)
-        self._scratch(func, results)
+        self._scratch(func, result)
         return result
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -342,10 +342,10 @@ class _Watch(TorchDispatchMode):
         self._grow(storage.nbytes())
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
-    def _scratch(self, func: Any, gradients: list[torch.Tensor]) -> None:
+    def _scratch(self, func: Any, result: Any) -> None:
         """Let `peak` include memory that the operator `func` frees again within its call; see _ATTENTION."""
         if self._has_scratch and _ATTENTION.fullmatch(func.overloadpacket.__name__):
-            nbytes = 4 * sum(each.numel() for each in gradients)
+            nbytes = 4 * sum(each.numel() for each in _tensors((result,)))
             self._grow(nbytes)
             self._grow(-nbytes)
 
