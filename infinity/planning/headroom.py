@@ -56,6 +56,12 @@ _SCRATCH = 30 * _MIB
 100 steps of a decoder of 9.9M parameters took on the CPU, with 128 MiB of live tensors in bf16.
 """
 
+_SMALL_STEP = 4 * _MIB
+"""Bytes of live tensors up to which a step multiplies matrices so small that oneDNN takes little for them.
+Steps of that decoder with 9 to 50 MiB of live tensors, because the others leave or are recomputed, took as
+much as those with 128 MiB.
+"""
+
 _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 
 
@@ -96,7 +102,7 @@ class Headroom:
     bytes are lost.
     """
     scratch: int = 0
-    """The least number of bytes that are lost; but no more than twice the bytes that `share` says."""
+    """The least number of bytes that are lost, but for small steps; see `_lost`."""
 
     @staticmethod
     def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
@@ -122,8 +128,10 @@ class Headroom:
 
     def live_within(self, nbytes: int) -> int:
         """Bytes of live tensors that, with what they lose, take at most `nbytes` more bytes."""
-        most = 2 if self.scratch else 1  # as `_lost`
-        return nbytes * self.share // (self.share + most) if self.share else nbytes
+        if not self.share:
+            return nbytes
+        small = min(nbytes * self.share // (self.share + 2), (nbytes + 4 * _SMALL_STEP) // 5)
+        return min(nbytes * self.share // (self.share + 1), max(nbytes - self.scratch, small))  # as `_lost`
 
     @property
     def _per_thread(self) -> int:
@@ -134,7 +142,7 @@ class Headroom:
 
     def _lost(self, live: int) -> int:
         lost = -(-live // self.share) if self.share else 0
-        return max(lost, min(self.scratch, 2 * lost))
+        return max(lost, min(self.scratch, max(2 * lost, 4 * (live - _SMALL_STEP))))
 
 
 HEAP = Headroom(share=_SHARE, scratch=_SCRATCH)

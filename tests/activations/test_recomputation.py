@@ -715,7 +715,7 @@ def test_a_policy_that_was_asked_for_and_leaves_blocks_alone_is_told() -> None:
 
 def test_auto_leaves_blocks_alone_without_a_warning() -> None:
     kinds = (kind() for kind in itertools.cycle((Half, Flagged, Counting)))
-    model, x = seeded(lambda: Stack(kinds.__next__)), rows(4096)
+    model, x = seeded(lambda: Stack(kinds.__next__)), rows(1024)
     model.blocks.extend(itertools.islice(kinds, 2))
     least = next(iter(planned(model, x).smallest.values()))
     with warnings.catch_warnings():
@@ -775,7 +775,7 @@ def test_auto_keeps_what_fits_and_recomputes_what_does_not() -> None:
 @pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.slow)])
 def test_auto_keeps_the_activations_of_the_last_blocks_that_fit(name: str) -> None:
     make, _, count = MODELS[name]
-    x = rows(4096) if name == "mlp" else IDS.repeat(20, 3)
+    x = rows(1024) if name == "mlp" else IDS.repeat(20, 3)
     model = seeded(make)
     kept, again = (planned(model, x, activations=policy) for policy in ("keep", "recompute"))
     least, most = (next(iter(each.smallest.values())) for each in (again, kept))

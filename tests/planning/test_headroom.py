@@ -79,10 +79,14 @@ def test_a_segment_is_the_allocator_s(nbytes: int, expected: int) -> None:
 def test_the_cpu_has_that_of_the_heap() -> None:
     heap = Headroom.of(torch.device("cpu"))
     assert (heap.beside(0), heap.beside(800), heap.one_more(800)) == (0, 200, 200)
-    assert heap.beside(128 << 20) == heap.beside(200 << 20) == 30 << 20
-    assert heap.beside(1 << 30) == 128 << 20
+    assert heap.beside(4 * MIB) == MIB and heap.beside(8 * MIB) == 16 * MIB
+    assert heap.beside(12 * MIB) == heap.beside(240 * MIB) == 30 * MIB
+    assert heap.beside(1024 * MIB) == 128 * MIB
     assert Reserve.of(8 * 4096, 4096, unknown=None, headroom=heap).nbytes == 12 * 4096
     assert Reserve.of(8 * 4096, 4096, unknown=None, headroom=heap).least == 2 * 4096
+    for nbytes in (0, 4096, 5 * MIB, 20 * MIB, 44 * MIB, 300 * MIB, 1024 * MIB):
+        live = heap.live_within(nbytes)
+        assert live + heap.beside(live) <= nbytes < live + 8 + heap.beside(live + 8)
     assert NO_HEADROOM.beside(1 << 40) == NO_HEADROOM.one_more(1 << 40) == 0
     assert Reserve.of(4096, 0, unknown=None).nbytes == 4096
 
