@@ -116,7 +116,7 @@ class SavedBytes:
             self._heap.allocated(storage.nbytes())
 
     def left(self, nbytes: int) -> None:
-        """Count the memory of a tensor that became a residual page."""
+        """Count the memory of a saved tensor that became a residual page, or that other hooks were given."""
         if self.guards:
             self._heap.allocated(nbytes)
 
@@ -125,6 +125,10 @@ class SavedBytes:
         sees this gradient. It is assumed to be as large as the storage of `tensor`.
         """
         self._heap.allocated(tensor.untyped_storage().nbytes())
+
+    def look(self) -> None:
+        """Keep the heap within its limit where nothing is saved, as in evaluation and sampling."""
+        self._heap.check()
 
     def forward_ends(self) -> None:
         self._heap.check()  # also where nothing is saved: evaluation and sampling leave holes, too
@@ -161,6 +165,8 @@ class SavedTensors:
                 return ReferenceWithin(found, Delegated(self.outer[0](_MARKER), self.outer[1]))
             return found
         if self.outer is not None:
+            if has_memory(tensor):  # that a recomputed block has just allocated
+                self._tally.left(tensor.untyped_storage().nbytes())
             return Delegated(self.outer[0](tensor), self.outer[1])
         if has_memory(tensor):
             if self._residual is not None and torch._C._current_graph_task_id() == -1:
@@ -184,7 +190,10 @@ class SavedTensors:
                 )
             return self._fetch(packed)
         if isinstance(packed, Delegated):
-            return packed.unpack(packed.packed)
+            tensor = packed.unpack(packed.packed)
+            if self._tally.guards and has_memory(tensor):
+                self._tally.unpacked(tensor)
+            return tensor
         if isinstance(packed, ResidualReference):
             assert self._residual is not None
             check_version(f"of shape {list(packed.shape)}", packed.version, packed.counter._version)

@@ -140,6 +140,8 @@ class Pager:
         """Fetch the pages of `units`, which a module that is about to run will use, and wait for them. Raises
         BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
         """
+        if not torch.is_grad_enabled():
+            self.saved_bytes.look()
         with self.lock:
             self.refuse()
             self.prefetch_engine.demand(units, _kind_now())

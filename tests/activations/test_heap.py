@@ -4,6 +4,7 @@ The call gives free memory inside the C library's heap back to the kernel.
 """
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_memory_is_looked_at_where_a_forward_ends_and_in_forward_and_backward() 
 
         @staticmethod
         def check() -> None:
-            calls.append("end")
+            calls.append("look")
 
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,13 +95,29 @@ def test_memory_is_looked_at_where_a_forward_ends_and_in_forward_and_backward() 
         saved_bytes._heap, saved_bytes.guards = Guard(), True  # type: ignore[assignment]
         with torch.no_grad():
             model(torch.randn(8, 16))
-        assert calls == ["end"]
+        assert calls == 3 * ["look"], "before each layer and at the end"
         calls.clear()
         loss = model(torch.randn(8, 16)).sum()
         saved = calls.copy()
-        assert saved[-1] == "end" and len(saved) > 2
+        assert saved[-1] == "look" and len(saved) > 2
         loss.backward()
         assert sorted(calls[len(saved) :]) == sorted(saved[:-1])
+
+
+def test_memory_is_looked_at_where_a_block_runs_again() -> None:
+    found: dict[str, int] = {}
+    for policy in ("keep", "recompute"):
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(3)]
+        model = nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with infinity.offload(model, optimizer, device="cpu", activations=policy) as runtime:
+            loss, calls = model(torch.randn(8, 16)).sum(), list[int]()
+            saved_bytes = runtime._components.pager.saved_bytes
+            saved_bytes._heap = SimpleNamespace(allocated=calls.append)  # type: ignore[assignment]
+            saved_bytes.guards = True
+            loss.backward()
+            found[policy] = sum(calls)
+    assert found["recompute"] >= found["keep"] > 0
 
 
 def test_without_a_limit_nothing_happens(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
