@@ -158,7 +158,8 @@ class PageService:
             at_home = not pieces and home.in_place and (request.what is What.PARAMETERS or len(places) == 1)
             for offset, nbytes in places if at_home else ():
                 home.settle(offset, offset + nbytes, writing=False)
-            if self._copies(request, at_home=at_home):
+            in_ram = at_home or bool(pieces)
+            if self._copies(request, at_home=at_home) or not (in_ram or self._fits(request, places)):
                 self._wire.post(request.source, MessageKind.REDIRECT, request.number)
                 return
             if request.what is What.PARAMETERS:
@@ -238,6 +239,14 @@ class PageService:
         if request.what is not What.PARAMETERS or request.fields[1] == Answer.BYTES:
             return False
         return self._remote.offer(self._pages[request.unit], at_home=at_home)
+
+    def _fits(self, request: _Request, places: Sequence[tuple[int, int]]) -> bool:
+        """Whether one buffer has room for the wanted bytes. A request for bytes never exceeds it, but one of
+        a rank that expects to copy them from RAM has no limit: redirected, that rank asks for parts of them.
+        """
+        if request.what is not What.PARAMETERS or request.fields[1] == Answer.BYTES:
+            return True
+        return sum(nbytes for _, nbytes in places) <= self._store.plan.exchange_block_bytes
 
     def _has_edits(self, request: _Request) -> bool:
         """Whether the home has all edits that the asking rank has made."""

@@ -66,6 +66,8 @@ def test_parts_on_other_nodes_are_sent(every: int, tmp_path: Path) -> None:
 CUT_OTHERWISE = (
     Case("adapted", 3, accumulate=2, clip=0.05),
     Case("decoder", 2, home="nvme", compute="fp16", states="bf16"),
+    # The shards of its untiled layer are longer than a buffer of the exchange.
+    Case("tiled", 0, clip=0.05),
 )
 
 
