@@ -329,7 +329,13 @@ def plan_for(
     run, rooms = None, None
     if example_inputs is not None:
         run = functools.partial(
-            run_fake_step, model, example_inputs, precision=precision, device=target, train=rule is not None
+            run_fake_step,
+            model,
+            example_inputs,
+            precision=precision,
+            device=target,
+            train=rule is not None,
+            apart=not budget.is_unified(target),
         )
         rooms = RoomChoice.of(run, budget, target, available.headroom)
     policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)

@@ -27,6 +27,7 @@ from infinity.errors import ConfigError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
 from infinity.gradients.loss_scale import LossScale
+from infinity.gradients.sums_in_ram import SumsInRam
 from infinity.model.materialize import registered
 from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
@@ -301,9 +302,11 @@ class _Wiring:
         return max(*units, *(8 * whole.numel() for whole, _ in self.initial.tiled), 0)
 
     def _adopt_tiled(self) -> None:
+        nbytes = self.plan.tile_sum_bytes
+        away = SumsInRam(self.store, nbytes, self.ranks.lock) if nbytes else None
         for whole, tiles in self.initial.tiled:
             shown = self.placeholders.of(whole.shape, whole.stride(), tiles[0].dtype)
-            adopt_tiled(whole, tiles, shown)
+            adopt_tiled(whole, tiles, shown, away)
 
     def _gradient_pages(self, copies: GradientCopies | None) -> dict[int, GradientPage]:
         return {

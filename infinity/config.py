@@ -128,6 +128,10 @@ class Budget:
             resolved[directory] = _positive(size, f"nvme budget of {os.fspath(path)}")
         object.__setattr__(self, "nvme_bytes", resolved)
 
+    def is_unified(self, device: torch.device) -> bool:
+        """Whether the memory of `device` and host RAM are one tier."""
+        return device.type == "cpu" and self.device_bytes is None
+
 
 def _positive(size: Size, what: str) -> int:
     nbytes = parse_size(size, what=what)

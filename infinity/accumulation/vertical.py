@@ -144,7 +144,8 @@ class Accumulator:
         if not self.plan.activations:
             return None
         activations, room = self.plan.activations, self.plan.residuals.room
-        each = activations + Headroom.of(self.plan.device).one_more(activations)
+        # The gradients of tied tiles of one micro-batch alone leave.
+        each = activations + Headroom.of(self.plan.device).one_more(activations) + self.plan.tile_sum_bytes
         found = 1 + max(0, self.plan.free(self.plan.computes_in)) // each
         return found if room is None else min(found, room.together)
 

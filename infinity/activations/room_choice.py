@@ -56,7 +56,7 @@ class RoomChoice:
         return RoomChoice(
             run=run,
             device=device if torch.cuda.is_available() else torch.device("cpu"),
-            unified=device.type == "cpu" and budget.device_bytes is None,
+            unified=budget.is_unified(device),
             waits=not is_direct(device),
             nvme=bool(budget.nvme_bytes),
             headroom=headroom,

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from infinity.errors import ConfigError
+from infinity.layout.tile_sums import contribution, sums_of
 from infinity.layout.tiles import row_ranges
 from infinity.losses.pieces import each_size
 
@@ -338,6 +339,7 @@ class _Tile(_Node):
         """panels: the tile's, each with its number. weights: the bias of the tile's rows, and the tile."""
         assert turn.forward is not None
         ctx.turn, ctx.panels = turn, panels
+        ctx.sum_of_uses = sums_of(weights[-1])
         for number, columns in each_size(panels, _columns, turn.forward.hidden):
             bias, matrix = _rows(panels, columns, *weights)
             assert matrix is not None
@@ -355,6 +357,7 @@ class _Tile(_Node):
         for _number, columns in each_size(ctx.panels, _columns, sums.hidden):
             parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
             sums.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
+        of_tile = None if of_tile is None else contribution(ctx.sum_of_uses, of_tile)
         return None, None, token if for_token else None, of_bias, of_tile
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from infinity.activations.saved_tensors import check_version
 from infinity.errors import ConfigError
+from infinity.layout.tile_sums import contribution, sums_of
 from infinity.layout.tiles import TiledModule, row_ranges
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.tiled_parameter import TiledParameter
@@ -34,7 +35,8 @@ def tiled(module: M) -> M:
     rows of the weight, a 64th of them, or more where a tile would have fewer than 2**20 elements. With
     `offload` each tile moves by itself. Outputs and gradients may differ from those of the plain module in
     the last bits; they are the same for all budgets, and without `offload`. Mark each module that uses a tied
-    weight: other uses of it take a copy of the whole weight.
+    weight: other uses of it take a copy of the whole weight. Where the device has memory of its own, the
+    gradient of a tied weight takes host RAM until all uses have contributed to it.
 
     Raises ConfigError for a module of another class, for max_norm and sparse gradients of an nn.Embedding,
     and for a module that has been offloaded. Muon, which updates whole matrices, takes no tiled weight.
@@ -205,6 +207,7 @@ class _LinearTile(torch.autograd.Function):
         assert tile is not None
         ctx.save_for_backward(inputs)
         ctx.tile, (ctx.total, ctx.first) = _Kept(tile), order
+        ctx.sums = sums_of(tile)
         return functional.linear(inputs, tile, bias), token.new_empty(0)
 
     @staticmethod
@@ -218,7 +221,7 @@ class _LinearTile(torch.autograd.Function):
             None,
             gradient.new_empty(0) if for_token else None,
             None,
-            gradient.t().mm(inputs.to(gradient.dtype)) if for_tile else None,
+            contribution(ctx.sums, gradient.t().mm(inputs.to(gradient.dtype))) if for_tile else None,
             gradient.sum(0) if for_bias else None,
         )
 
@@ -232,6 +235,7 @@ class _Rows(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(indices)
         ctx.rows, ctx.padding, ctx.scale = len(tile), padding, scale
+        ctx.sums = sums_of(tile)
         if not len(indices):
             return torch.empty(0, tile.shape[1], dtype=tile.dtype, device=indices.device)
         return functional.embedding(indices, tile)
@@ -241,7 +245,7 @@ class _Rows(torch.autograd.Function):
         _refuse_second(ctx)
         (indices,) = ctx.saved_tensors
         found = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, ctx.padding, ctx.scale)
-        return None, found, None, None
+        return None, contribution(ctx.sums, found), None, None
 
 
 class _Reordered(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.casts import EQUAL_DTYPES, cast_operands
+from infinity.layout.tile_sums import Away, add_up, contribution, sums_of
 from infinity.losses.linear_cross_entropy import linear_cross_entropy, of_tiles
 from infinity.model.paged_gradient import PagedGradient
 from infinity.model.paged_parameter import (
@@ -189,14 +190,21 @@ class TiledParameter(nn.Parameter):
 _OWN = ("tiles", "_gradients")
 
 
-def adopt_tiled(parameter: nn.Parameter, tiles: Sequence[nn.Parameter], placeholder: torch.Tensor) -> None:
+def adopt_tiled(
+    parameter: nn.Parameter, tiles: Sequence[nn.Parameter], placeholder: torch.Tensor, away: Away | None
+) -> None:
     """Convert a Parameter to a TiledParameter, in place, once its tiles are paged parameters.
 
-    placeholder: the `data` that it has from now on.
+    placeholder: the `data` that it has from now on. away: where the gradients of tiles of tied weights wait;
+    None: where the model computes.
     """
     replace_data(parameter, placeholder)
     parameter.__class__ = TiledParameter
     parameter.tiles = tuple(tiles)  # type: ignore[attr-defined]
+    place = next(paged([parameter]))._place
+    layout = place.page.layout.parameters[place.index]
+    if away is not None and layout.trainable and len(layout.names) > 1:
+        add_up(tiles, away, len(layout.names))
 
 
 def release_tiled(parameter: TiledParameter, values: torch.Tensor) -> None:
@@ -303,12 +311,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: TiledParameter, *tiles: torch.Tensor) -> torch.Tensor:
-        ctx.rows = [len(each) for each in tiles]
+        ctx.rows, ctx.sums = [len(each) for each in tiles], [sums_of(each) for each in tiles]
         return whole(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *gradient.split(ctx.rows)
+        parts = zip(ctx.sums, gradient.split(ctx.rows), strict=True)
+        return None, *[contribution(*each) for each in parts]
 
 
 def _in_graph(parameter: TiledParameter) -> bool:
@@ -511,7 +520,7 @@ def _loss(
         (hidden, _, _, bias), options = cast_operands(
             linear_cross_entropy, (hidden, weight, target, bias), options, TiledParameter
         )
-    shown = torch.empty(weight.shape, dtype=dtype, device="meta")
+    shown = torch.empty((), dtype=dtype, device="meta").expand(weight.shape)
     with pager.saving():
         return of_tiles(hidden, shown, target, bias, tiles=weight.tiles, **options)
 

@@ -28,6 +28,7 @@ from torch._subclasses import fake_tensor
 
 from infinity.config import Precision
 from infinity.layout.names import plain_name
+from infinity.layout.tile_sums import Away, add_up
 from infinity.layout.tiles import row_ranges, tiled_weights
 
 _MOST_OBJECTS = 5_000_000
@@ -256,15 +257,19 @@ def _is_constant(function: types.FunctionType, seen: set[int]) -> bool:
 
 
 def fake_model(
-    model: nn.Module, mode: fake_tensor.FakeTensorMode, precision: Precision, device: torch.device
+    model: nn.Module,
+    mode: fake_tensor.FakeTensorMode,
+    precision: Precision,
+    device: torch.device,
+    away: Away | None = None,
 ) -> tuple[nn.Module, Copier]:
     """Make a copy of a model under `mode`, which must be on, and return (copy, the Copier that made it).
 
     Parameters and buffers of the copy are on `device`, and parameters have the dtypes of their pages. Other
     tensors keep their devices, except those on the meta device. Hooks of modules are copied, and hooks of
     tensors are left out. A hook on each trainable parameter drops its gradient as soon as the gradient is
-    complete, because a real step then moves it to the gradient page. Raises CannotCopy, and the errors that
-    the methods of the model's objects raise.
+    complete, because a real step then moves it to the gradient page. away: where the gradients of tied tiles
+    wait; None: they stay. Raises CannotCopy, and the errors that the methods of the model's objects raise.
     """
 
     def fake(tensor: torch.Tensor, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
@@ -292,6 +297,9 @@ def fake_model(
         dtype = known[key].dtype
         tiles = tuple(fake(nn.Parameter(part, whole.requires_grad), dtype, device) for part in parts)
         vars(known[key])["tiles"] = tiles
+        uses = sum(each is whole for _, each in model.named_parameters(remove_duplicate=False))
+        if away is not None and whole.requires_grad and uses > 1:
+            add_up(tiles, away, uses)
     copier = Copier(held)
     try:
         return copier.copy(model), copier

@@ -26,6 +26,7 @@ from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook
 from infinity.losses.pieces import times
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
+from infinity.tiers.link import is_direct
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -100,6 +101,7 @@ def run_fake_step(
     train: bool,
     within: Callable[[nn.Module, Ledger], AbstractContextManager[Any]] = lambda model, ledger: nullcontext(),
     saving: Saving = _keep,
+    apart: bool = False,
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
@@ -109,19 +111,21 @@ def run_fake_step(
     that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
     train: whether a backward follows. within: function that takes the copy and the ledger of the step, and
     returns the context in which the step runs, such as one in which blocks are recomputed. saving: makes the
-    saved-tensor hooks of the forward; by default what autograd saves stays. A model that cannot be copied, or
+    saved-tensor hooks of the forward; by default what autograd saves stays. apart: whether the device has
+    memory of its own, which the gradients of tied tiles leave. A model that cannot be copied, or
     a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's forward
     fails, for instance for wrong inputs, the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
+    away = _Away(waits=not is_direct(device)) if apart else None
     if not torch.cuda.is_available():
         device = torch.device("cpu")  # autograd would end the process
     unknown = None
     try:
         with _signals_wait(), same_generators(), _quiet(), torch.compiler.set_stance("force_eager"):
             with mode:
-                fake, copier = fake_model(model, mode, precision, device)
+                fake, copier = fake_model(model, mode, precision, device, away)
                 inputs = InputCast(model, precision, warn=False)
                 args, kwargs = inputs(*_fake_inputs(example_inputs, device))
                 hook_sequences(fake, cast_sequences)
@@ -137,6 +141,23 @@ def run_fake_step(
     if unknown is not None:
         return FakeStep(None, Work({}, 0), unknown)
     return FakeStep(activations=watch.peak, work=watch.work)
+
+
+class _Away:
+    """Implements infinity.layout.tile_sums.Away for a step without data."""
+
+    def __init__(self, *, waits: bool) -> None:
+        """waits: whether copies go on after `put`, so that the newest gradient is kept."""
+        self._waits = waits
+        self._going: torch.Tensor | None = None
+
+    def put(self, gradient: torch.Tensor) -> bool:
+        self._going = gradient if self._waits else None
+        return True
+
+    def get(self, there: bool, like: torch.Tensor) -> torch.Tensor:
+        self._going = None
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _step(
@@ -282,7 +303,8 @@ class _Watch(TorchDispatchMode):
     def memory(self, model: nn.Module, args: Any, kwargs: Any) -> FakeMemory:
         """What the hooks of a step of `model` with these arguments have to know."""
         leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        aside = (*model.parameters(), *model.buffers(), *leaves)
+        parameters = [tile for each in model.parameters() for tile in getattr(each, "tiles", (each,))]
+        aside = (*parameters, *model.buffers(), *leaves)
         return FakeMemory(aside=aside, save=self.save, uncounted=self._uncounted)
 
     def _uncounted(self, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -45,6 +45,7 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Division, RegionSize, build, page_bytes, region_sizes
 from infinity.layout.shards import Share
+from infinity.layout.tile_sums import bytes_away
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.placement import LEAST, LEAST_IN_RAM, WORKING_ROOMS, Kind, Placement, Room, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -135,7 +136,9 @@ class _Buffers(NamedTuple):
     exchange_block: int
     exchange: int
     in_ram: int
-    """Bytes of host RAM that those of these take which are there, and of the matrix that Muon updates."""
+    """Bytes of host RAM that those of these take which are there, of the matrix that Muon updates, and of the
+    gradients of tied tiles that wait there.
+    """
 
     @property
     def there(self) -> int:
@@ -159,6 +162,7 @@ class Candidate:
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
+        self._tile_sums = bytes_away(search.surveyed.parameters) if rule is not None else 0
         self._brings_down = search.apart and rule is not None
         """Whether gradients have to be copied from the device before the CPU can use them."""
         self._squares = search.squares_bytes(chunk_elements) if self._brings_down else 0
@@ -264,6 +268,7 @@ class Candidate:
         transit = transit_buffer * (1 + level.transit_buffers * (device is not None))
         exchange = (2 if least else _EXCHANGE_BUFFERS) * block
         in_ram = staging + transit + landing + squares + exchange + self._matrix_bytes
+        in_ram += self._tile_sums * (device is not None)
         there = leaving, visiting, staying
         return _Buffers(staging, transit_buffer, transit, *there, landing, squares, block, exchange, in_ram)
 

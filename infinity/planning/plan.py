@@ -22,11 +22,12 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Chunk
 from infinity.layout.shards import ALONE, Share, kept_chunks, part_bytes
+from infinity.layout.tile_sums import bytes_away
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.network import network
 from infinity.planning.placement import Kind, Placement
 from infinity.planning.plan_text import html_of_plan, text_of
-from infinity.planning.predict import Prediction, StepBytes, UpdateTime, Work, predict, traffic
+from infinity.planning.predict import PhaseBytes, Prediction, StepBytes, UpdateTime, Work, predict, traffic
 from infinity.planning.residual_states import KEEP, Residuals
 from infinity.planning.slab_layout import (
     SlabLayout,
@@ -340,8 +341,16 @@ class Plan(Placement):
     @property
     def _working_in_ram(self) -> int:
         buffers = self.staging_bytes + self.transit_bytes + self.landing_bytes + self.squares_bytes
-        others = self.node_cache_bytes + self.matrix_bytes + self.second_bytes
+        others = self.node_cache_bytes + self.matrix_bytes + self.second_bytes + self.tile_sum_bytes
         return buffers + self.exchange_bytes + others + self.residuals.ram
+
+    @property
+    def tile_sum_bytes(self) -> int:
+        """Bytes of RAM in which gradients of tied tiles wait, if the model computes elsewhere; see
+        [Note: gradients of tied tiles] in infinity/layout/tile_sums.py.
+        """
+        apart = self.rule is not None and not self.unified
+        return sum(bytes_away(unit.parameters) for unit in self.layout.units) if apart else 0
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
@@ -446,7 +455,9 @@ class Plan(Placement):
     def traffic(self) -> StepBytes:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
         moved = traffic(self, [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units])
-        room = self.residuals.room
+        room, sums = self.residuals.room, self.tile_sum_bytes
+        if sums:
+            moved = moved.with_activations(PhaseBytes(), PhaseBytes(to_host=sums, to_device=sums))
         return moved if room is None else moved.with_activations(*room.passes(unified=self.unified))
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:

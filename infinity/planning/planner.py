@@ -132,7 +132,7 @@ def make_plan(
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
     """
-    unified = device.type == "cpu" and budget.device_bytes is None
+    unified = budget.is_unified(device)
     computes_in = Tier.HOST if unified else Tier.DEVICE
     paths = len(budget.nvme_bytes)
     # Activations are gone when a matrix is updated.

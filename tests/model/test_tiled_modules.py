@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 from tiled_models import (
     BUDGETS,
     Language,
@@ -23,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.errors import ConfigError
 from infinity.layout import tiles
+from infinity.planning import fake_step
 
 
 def _rms(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -135,6 +138,72 @@ def test_the_time_of_updates_changes_no_bit(update: str) -> None:
             found.append((losses, model.state_dict()["head.weight"]))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+
+
+class _Twice(Language):
+    """Uses the tied weight in three places: the gradient of each tile has three contributions."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.layer(self.embedding(tokens)))
+        loss = infinity.linear_cross_entropy(hidden, self.head.weight, tokens)
+        return loss + nn.functional.cross_entropy(self.head(hidden).flatten(0, -2), tokens.flatten())
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self(tokens)
+        return result
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(("kind", "compute"), [(Language, "bf16"), (_Twice, "fp32")])
+def test_gradients_of_tied_tiles_wait_in_ram(
+    kind: type[Language], compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 15)  # 16 tiles
+    plain = language(tied=True, kind=kind).to(infinity.Precision(compute=compute).compute_dtype)
+    options: dict[str, Any] = {"kind": kind, "compute": compute, "device": "cpu"}
+    options["budget"] = infinity.Budget(device="4MiB", host="96MiB")
+    unified = infinity.plan(
+        language(tied=True, kind=kind),
+        torch.optim.AdamW(plain.parameters()),
+        budget=BUDGETS["ram"],
+        precision=infinity.Precision(compute=compute),
+        example_inputs=(inputs(1),),
+    )
+    for seed in (None, 1):
+        device = nullcontext() if seed is None else EmulatedDevice(seed).in_use()
+        with device:
+            model, runtime = offloaded(tied=True, example_inputs=(inputs(1),), **options)
+            with runtime:
+                weight, watch = model.head.weight, fake_step._Watch()
+                pool = runtime._components.store.pools["sums of tiles"]
+                for step in (1, 2):  # the second gradient of a step is added to the first
+                    with watch:
+                        found = model(inputs(step))
+                        found.backward(torch.ones_like(found))
+                    wanted = plain(inputs(step))
+                    wanted.backward(torch.ones_like(wanted))
+                    if step == 1 or compute == "fp32":  # torch adds gradients of bf16 in bf16
+                        assert torch.equal(runtime.grad(weight), plain.head.weight.grad.float())
+                plan = runtime.plan
+                assert plan.activations < unified.activations - weight.nbytes * 3 // 4
+                if seed is None:  # on the emulated device, complete gradients are on their way, too
+                    assert watch.peak == plan.activations
+                assert pool.counters.peak == plan.tile_sum_bytes == weight.nbytes
+                handle = model.embedding.register_forward_hook(lambda *each: _Fails.apply(each[-1]))
+                with pytest.raises(ValueError, match="on purpose"):
+                    model(inputs(1)).sum().backward()
+                handle.remove()
+                assert pool.leased == 0
+                plain.zero_grad()
 
 
 class _Recomputing(Language):

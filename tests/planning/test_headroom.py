@@ -228,6 +228,7 @@ class _PlanOfTheGpu:
     computes_in = Tier.DEVICE
     device = torch.device("cuda", 0)
     residuals = KEEP
+    tile_sum_bytes = 0
 
     def free(self, tier: Tier) -> int:
         return {Tier.DEVICE: 1024 * MIB}[tier]
