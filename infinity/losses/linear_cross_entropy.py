@@ -22,6 +22,8 @@ _COLUMNS = 2048
 """The most entries of the vocabulary in a panel."""
 _PANEL = 16 << 20
 """The most logits in a panel: 64 MiB in fp32."""
+_CONVERTED = 1 << 19
+"""The most elements of a matrix that are converted to the dtype of sums at a time: 2 MiB in fp32."""
 _REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -415,11 +417,22 @@ class _Sums:
             # Products of low precision with sums and results in fp32. A CPU has none in torch.
             torch.addmm(total, factor.to(dtype), operand.to(dtype), out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(factor, operand.to(total.dtype))
+            for sums, part in in_blocks(total, operand):
+                sums.addmm_(factor, part.to(total.dtype))
 
     def finish(self) -> torch.Tensor:
         """Return the gradient."""
         return self._gradient if self._total is self._gradient else self._gradient.copy_(self._total)
+
+
+def in_blocks(total: torch.Tensor, matrix: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield blocks of columns of `total` and of `matrix`, whose part is converted to the total's dtype before
+    a product with it is added. If both have one dtype, it is one block.
+    """
+    size = matrix.shape[1]
+    if matrix.dtype != total.dtype:
+        size = max(1, _CONVERTED // max(1, len(matrix)))
+    return zip(total.split(size, 1), matrix.split(size, 1), strict=True)
 
 
 _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")

@@ -20,6 +20,7 @@ from infinity.activations.saved_tensors import check_version
 from infinity.errors import ConfigError
 from infinity.layout.tile_sums import contribution, sums_of
 from infinity.layout.tiles import TiledModule, row_ranges
+from infinity.losses.linear_cross_entropy import in_blocks
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.tiled_parameter import TiledParameter
 from infinity.pages.parameter_page import parameter_version
@@ -139,12 +140,12 @@ class _Sum:
 
     def add(self, gradient: torch.Tensor, tile: torch.Tensor, *, first: bool) -> None:
         """Add the part of a tile. gradient: of its output features. first: whether it begins a new sum."""
-        wide, tile = gradient.to(torch.float32), tile.to(gradient.dtype).to(torch.float32)
         if first:
-            self.value = torch.mm(wide, tile)
-        else:
-            assert self.value is not None
-            self.value.addmm_(wide, tile)
+            self.value = gradient.new_zeros((len(gradient), tile.shape[1]), dtype=torch.float32)
+        assert self.value is not None
+        wide = gradient.to(torch.float32)
+        for sums, part in in_blocks(self.value, tile):
+            sums.addmm_(wide, part.to(gradient.dtype).to(torch.float32))
 
 
 def _linear_graph(

@@ -26,6 +26,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.layout import tiles
 from infinity.planning import fake_step
+from infinity.tiers import Tier
 
 
 def _rms(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -397,3 +398,56 @@ def test_a_dry_run_sees_one_tile_at_a_time() -> None:
     )
     assert plan.activations is not None
     assert plan.activations < 8 << 20, "the weight has 64 MiB"
+
+
+@pytest.mark.slow
+def test_a_tied_weight_of_64_mib_trains_on_a_device_of_8_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 20)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(32768, 1024), nn.Linear(1024, 32768, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.embedding(tokens))
+            return infinity.linear_cross_entropy(hidden, self.head.weight, tokens.roll(1))
+
+    def made(dtype: torch.dtype = torch.float32, *, tiled: bool = True) -> Model:
+        torch.manual_seed(5)
+        model = Model().bfloat16().to(dtype)
+        for each in (model.embedding, model.head) if tiled else ():
+            infinity.tiled(each)
+        return model
+
+    tokens = torch.randint(0, 32768, (64,), generator=torch.Generator().manual_seed(6))
+    gradients = []
+    for dtype, tiled in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        plain = made(dtype, tiled=tiled)
+        plain(tokens).backward()
+        gradients.append(plain.head.weight.grad)
+    exact, untiled, right = gradients
+    assert _rms(right, exact) <= 1.05 * _rms(untiled, exact)
+    states = []
+    for device in ("8MiB", "64MiB", None):
+        model = made()
+        budget = infinity.Budget(device=device, host="2GiB")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        watch = fake_step._Watch()
+        with infinity.offload(
+            model, optimizer, budget=budget, device="cpu", example_inputs=(tokens,)
+        ) as runtime:
+            with watch:
+                model(tokens).backward()
+            # A step without data does not look for the least and the greatest token.
+            assert 0 <= runtime.plan.activations - watch.peak <= 64
+            assert torch.equal(runtime.grad(model.head.weight), right.float())
+            if device is not None:
+                peaks = runtime._components.store.device.pools.values()
+                within = watch.peak + sum(each.counters.peak for each in peaks)
+                assert within <= runtime.plan.device_bytes + watch.peak <= runtime.plan.budgets[Tier.DEVICE]
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            states.append((model(tokens).item(), model.state_dict()["head.weight"]))
+    assert all(each[0] == states[0][0] and torch.equal(each[1], states[0][1]) for each in states)
