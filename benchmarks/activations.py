@@ -4,10 +4,11 @@ A turn offloads a decoder anew with one policy, trains a first step and then tim
 of each way, in an order that is reversed each round, and ratios of speeds are those of turns in one round.
 "keep" is there twice: the ratio of the two is the noise. The device budget is the smallest that the policy
 needs, so that all activations leave that may. With `--unified` there is none, and they leave within RAM.
-"offload to RAM" has ample RAM. "offload to disk" has RAM for an eighth of them beside the least that the
-model's states take, of which most are then on disk, too. The losses of all ways must have the same bits.
+"offload to RAM" has ample RAM. "offload to disk" has RAM for an eighth of them, and 64 MiB beside the least
+that the model's states take, of which most are then on disk, too. So this way is compared with "keep, states
+on disk", which has RAM for all of them. The losses of all ways must have the same bits.
 
-The limit of a way is the longer of two times of the same round: a step with "keep", and all bytes that the
+The limit of a way is the longer of two times of the same round: a step with all kept, and all bytes that the
 way's plan moves over the disk in a step, at the rates that are measured before the turn.
 
     python benchmarks/activations.py --directory DISK [--model 124m --batch 1 --seq 1024 --rounds 12]
@@ -41,10 +42,15 @@ WAYS = {
     "recompute": "recompute",
     "recompute+offload": "recompute+offload",
     "offload to RAM": "offload",
+    "keep, states on disk": "keep",
     "offload to disk": "offload",
 }
+ON_DISK = {"offload to disk": "keep, states on disk", "keep, states on disk": "keep, states on disk"}
+"""The ways with little RAM, so that states are on disk -> the way with which each is compared."""
 AMPLE = "1TiB"
 _SHARE_IN_RAM = 8
+_SLACK, _SLACK_QUICKLY = 64 << 20, 0
+"""Bytes of RAM beside the least, without which updates on disk have staging of some KiB."""
 _PROBED, _PROBED_QUICKLY = 256 << 20, 4 << 20
 
 
@@ -56,6 +62,7 @@ class Bench:
         self._device = options.device
         self._steps = options.steps
         self._unified = options.unified
+        self._slack = _SLACK_QUICKLY if options.quick else _SLACK
         self._probed = _PROBED_QUICKLY if options.quick else _PROBED
         self._directory = directory
         self._precision = infinity.Precision(compute=options.compute)
@@ -85,12 +92,12 @@ class Bench:
             ample = replace(ample, device=self._least(way, replace(ample, device="64KiB")))
         plan = self._plan(way, ample)
         used = AMPLE_BYTES - plan.free(Tier.HOST)
-        if way != "offload to disk":
-            return replace(ample, host=used + (64 << 20))
+        if way not in ON_DISK:
+            return replace(ample, host=used + self._slack)
         room = plan.residuals.ram
         disk = {self._directory: 4 * used}
         least = self._least(way, replace(ample, host="64KiB", nvme=disk))  # with RAM for all that leaves
-        return replace(ample, host=least - room + room // _SHARE_IN_RAM, nvme=disk)
+        return replace(ample, host=least - room + room // _SHARE_IN_RAM + self._slack, nvme=disk)
 
     def _plan(self, way: str, budget: infinity.Budget) -> infinity.Plan:
         return infinity.plan(*self._made("meta"), budget=budget, **self._facts(way))
@@ -108,7 +115,7 @@ class Bench:
         the plan moves over the link and the disk in a step, and "disk": seconds that the disk needs for them.
         """
         model, optimizer = self._made("cpu")
-        speed = disk_speed(self._directory, nbytes=self._probed) if way == "offload to disk" else None
+        speed = disk_speed(self._directory, nbytes=self._probed) if way in ON_DISK else None
         seconds, losses = [], []
         with infinity.offload(model, optimizer, budget=self._budgets[way], **self._facts(way)) as runtime:
             for tokens in self._batches:
@@ -156,8 +163,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.batch, options.seq = 1, 2, 256
-    if "keep" not in options.ways:
-        options.ways.insert(0, "keep")
+    kept = ["keep", *(ON_DISK[way] for way in options.ways if way in ON_DISK)]
+    options.ways = [*dict.fromkeys(kept + options.ways)]
     return options
 
 
@@ -170,7 +177,8 @@ def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     rounds = in_turns(options.ways, options.rounds, bench.turn)
     results = compared(rounds, "keep")
     for way, found in results.items():
-        limits = [max(turns["keep"]["seconds"], turns[way]["disk"]) for turns in rounds]
+        kept = ON_DISK.get(way, "keep")
+        limits = [max(turns[kept]["seconds"], turns[way]["disk"]) for turns in rounds]
         seconds = [turns[way]["seconds"] for turns in rounds]
         found["of_limit"] = statistics.median(map(truediv, seconds, limits))
         found["activations"] = rounds[-1][way]["activations"]
