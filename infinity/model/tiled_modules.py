@@ -132,37 +132,20 @@ def _refuse_transforms() -> None:
         )
 
 
-class _Sum:
-    """The gradient of a linear module's input, as far as the backward has added it up in fp32."""
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor, tile: torch.Tensor, *, first: bool) -> None:
-        """Add the part of a tile. gradient: of its output features. first: whether it begins a new sum."""
-        if first:
-            self.value = gradient.new_zeros((len(gradient), tile.shape[1]), dtype=torch.float32)
-        assert self.value is not None
-        wide = gradient.to(torch.float32)
-        for sums, part in in_blocks(self.value, tile):
-            sums.addmm_(wide, part.to(gradient.dtype).to(torch.float32))
-
-
 def _linear_graph(
     inputs: torch.Tensor, tiles: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """Compute the outputs of all tiles, in row order, with a graph whose backward goes in row order, too.
 
     A token, a tensor without elements, goes from the inputs through the nodes of all tiles. So the backward
-    of a tile comes after that of the tile whose token it made, and that of the inputs comes last.
+    of a tile comes after that of the tile whose token it made, and that of the inputs comes last. The token's
+    gradient carries the sum for the inputs' gradient, in fp32, as `of_inputs`: of one graph, several
+    backwards may run, at one time and in part.
     """
-    total = _Sum()
-    token = _Inputs.apply(inputs, total)  # type: ignore[no-untyped-call]
+    token = _Inputs.apply(inputs)  # type: ignore[no-untyped-call]
     outputs: list[torch.Tensor] = []
-    for number in reversed(range(len(tiles))):
-        output, token = _LinearTile.apply(  # type: ignore[no-untyped-call]
-            (total, number == 0), token, inputs.detach(), tiles[number], biases[number]
-        )
+    for tile, bias in reversed(list(zip(tiles, biases, strict=True))):
+        output, token = _LinearTile.apply(token, inputs.detach(), tile, bias)  # type: ignore[no-untyped-call]
         outputs.insert(0, output)
     return outputs
 
@@ -179,15 +162,12 @@ class _Inputs(torch.autograd.Function):
     """Hands the sum of a linear module's gradients to its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, total: _Sum) -> torch.Tensor:
-        ctx.total, ctx.dtype = total, inputs.dtype
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        value, ctx.total.value = ctx.total.value, None
-        assert value is not None
-        return value.to(ctx.dtype), None
+    def backward(ctx: Any, token: Any) -> Any:
+        return token.of_inputs.to(token.dtype)
 
 
 class _LinearTile(torch.autograd.Function):
@@ -195,32 +175,31 @@ class _LinearTile(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        order: tuple[_Sum, bool],
-        token: torch.Tensor,
-        inputs: torch.Tensor,
-        *weights: torch.Tensor | None,
+        ctx: Any, token: torch.Tensor, inputs: torch.Tensor, *weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """order: the sum for the gradient of `inputs`, and whether this tile is the first in it. token: see
-        `_linear_graph`. inputs: (n, columns). weights: the tile, (rows, columns), and its bias, (rows,).
+        """token: see `_linear_graph`. inputs: (n, columns). weights: the tile, (rows, columns), and its bias,
+        (rows,).
         """
         tile, bias = weights
         assert tile is not None
         ctx.save_for_backward(inputs)
-        ctx.tile, (ctx.total, ctx.first) = _Kept(tile), order
-        ctx.sums = sums_of(tile)
+        ctx.tile, ctx.sums = _Kept(tile), sums_of(tile)
         return functional.linear(inputs, tile, bias), token.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor, token: Any) -> Any:
         _refuse_second(ctx)
         (inputs,) = ctx.saved_tensors
-        _, for_token, _, for_tile, for_bias = ctx.needs_input_grad
+        for_token, _, for_tile, for_bias = ctx.needs_input_grad
         if for_token:
-            ctx.total.add(gradient, ctx.tile.read(), first=ctx.first)
+            if not hasattr(token, "of_inputs"):  # this is the first tile
+                token = inputs.new_empty(0)
+                token.of_inputs = inputs.new_zeros(inputs.shape, dtype=torch.float32)
+            tile, wide = ctx.tile.read(), gradient.to(torch.float32)
+            for sums, part in in_blocks(token.of_inputs, tile):
+                sums.addmm_(wide, part.to(gradient.dtype).to(torch.float32))
         return (
-            None,
-            gradient.new_empty(0) if for_token else None,
+            token if for_token else None,
             None,
             contribution(ctx.sums, gradient.t().mm(inputs.to(gradient.dtype))) if for_tile else None,
             gradient.sum(0) if for_bias else None,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from parity import differences
 from tiled_models import (
     BUDGETS,
     Language,
@@ -25,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.errors import ConfigError
 from infinity.layout import tiles
+from infinity.model import tiled_modules
 from infinity.planning import fake_step
 from infinity.tiers import Tier
 
@@ -56,6 +60,29 @@ def test_a_tiled_linear_is_as_exact_as_a_plain_one(dtype: torch.dtype, bias: boo
         assert one.shape == other.shape
         assert one.dtype == other.dtype
         assert _rms(one, true) <= 1.05 * _rms(other, true)
+
+
+def test_backwards_of_one_graph_in_two_threads_do_not_mix() -> None:
+    torch.manual_seed(0)
+    given = torch.randn(5, 16, requires_grad=True)
+    parts = [torch.randn(8, 16, requires_grad=True) for _ in range(2)]
+    result = torch.cat(tiled_modules._linear_graph(given, parts, [None, None]), dim=-1)
+
+    def gradients(scale: float) -> tuple[torch.Tensor, ...]:
+        upstream = torch.full_like(result, scale)
+        return torch.autograd.grad(result, [given, *parts], upstream, retain_graph=True)
+
+    right = [gradients(scale) for scale in (1.0, 3.0)]
+    assert torch.allclose(right[0][0], torch.cat(parts).sum(0))
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(_: torch.Tensor) -> None:
+        both.wait()  # both have gone back through the first tile, and not through the second
+
+    parts[0].register_hook(meet)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(gradients, (1.0, 3.0)))
+    assert differences(found, right) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 700}, {"scale_grad_by_freq": True}])
