@@ -10,7 +10,6 @@ parent is the process that asked for it, by adoption (see prctl(2), PR_SET_CHILD
 
 from __future__ import annotations
 
-import atexit
 import codecs
 import contextlib
 import ctypes
@@ -30,7 +29,6 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from types import ModuleType
 from typing import Any
 
@@ -254,26 +252,13 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(first, run_name="__main__")
 
 
-def _forget_modules() -> None:
-    """Have a fork that ends leave the modules as they are that it had from the start.
-
-    An interpreter that ends empties each module that it knows. Thousands of them would take 0.06 s of a CPU.
-    Those of a fork with a process group of torch are emptied, or the group would end without the GIL.
-    """
-    if not torch.distributed.is_initialized():
-        for name in _FROM_THE_START:
-            sys.modules.pop(name, None)
-
-
 def _leave_to_the_kernel() -> None:
     """Have forks end without freeing what is imported by now.
 
-    An interpreter that ends calls the finalizers of `weakref.finalize`, by which torch takes its operators
-    back: those here are dropped. It frees the objects that nothing refers to any more: these here stay
-    referred to. Then the destructors of shared libraries run, those of the libraries loaded last first. At a
-    call of _exit among them the process ends, so that libraries loaded before this call are left as they are.
+    An interpreter that ends frees the objects that nothing refers to any more: these here stay referred to.
+    Then the destructors of shared libraries run, those of the libraries loaded last first. At a call of
+    _exit among them the process ends, so that libraries loaded before this call are left as they are.
     """
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gc.get_objects()))
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
@@ -291,9 +276,6 @@ def _import_infinity(initial: str) -> None:
 if __name__ == "__main__":
     _BASE = sys.path[1:]
     """The import path that every interpreter of this installation has."""
-    _FROM_THE_START: set[str] = set()
-    """The modules that forks have from the start, but for those that the interpreter itself needs."""
-    atexit.register(_forget_modules)  # the first that is registered is the last that is called
     import pytest  # noqa: F401
 
     if sys.dont_write_bytecode and (cache := os.environ.get("XDG_CACHE_HOME")):
@@ -301,7 +283,7 @@ if __name__ == "__main__":
         sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(cache, "bytecode")
     # Not Triton, which torch 2.15 imports as well: at the end it prints all objects that are not freed.
     sys.modules["triton"] = None  # type: ignore[assignment]
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     del sys.modules["triton"]
     with contextlib.suppress(ImportError):
@@ -319,6 +301,5 @@ if __name__ == "__main__":
     if with_infinity:
         _import_infinity(initial)
         gc.freeze()
-    _FROM_THE_START.update(set(sys.modules) - {"sys", "builtins", "__main__"})
     os.close(kept[not with_infinity])
     serve(socket.socket(fileno=kept[with_infinity]), asking)
