@@ -165,7 +165,7 @@ class SavedTensors:
                 return ReferenceWithin(found, Delegated(self.outer[0](_MARKER), self.outer[1]))
             return found
         if self.outer is not None:
-            if has_memory(tensor):  # that a recomputed block has just allocated
+            if self._tally.guards and has_memory(tensor):  # that a recomputed block has just allocated
                 self._tally.left(tensor.untyped_storage().nbytes())
             return Delegated(self.outer[0](tensor), self.outer[1])
         if has_memory(tensor):
