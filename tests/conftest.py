@@ -140,8 +140,12 @@ def short_probes_of_disks() -> Iterator[None]:
     directory that it does not know, and most tests have one of their own. A probe would take a second.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine_rates, "_DISK_BYTES", 4 << 20)
-        patch.setattr(machine_rates, "_DISK_SECONDS", 0.03)
+        probe = machine_rates.disk_speed
+
+        def short(path: str, *, nbytes: int, **options: float) -> object:
+            return probe(path, nbytes=min(nbytes, 4 << 20), **{**options, "seconds": 0.01})
+
+        patch.setattr(machine_rates, "disk_speed", short)
         yield
 
 

@@ -95,8 +95,6 @@ def test_the_plan_probes_a_larger_file_where_there_is_more_to_keep(
         return probes.DiskSpeed(1e9, 1e9, 1e9, "threads")
 
     monkeypatch.setattr(machine_rates, "disk_speed", speed)
-    monkeypatch.setattr(machine_rates, "_DISK_BYTES", 1 << 30)  # tests have less
-    monkeypatch.setattr(machine_rates, "_DISK_SECONDS", 0.6)
     machine_rates._disk(os.fspath("/a"), limit, paths)
     assert asked["nbytes"] == expected
     assert asked["seconds"] * 3 * paths + asked["fill_seconds"] * paths <= 2.0
