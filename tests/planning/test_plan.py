@@ -182,7 +182,7 @@ def test_ample_staging_has_the_updates_of_a_unit_or_a_quarter(width: int, host: 
 
 
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:
-    model, budget = stack([64] * 9), {"host": 500 << 10, "nvme": {"/swap": 64 * MiB}}
+    model, budget = stack([64] * 9), {"host": 600 << 10, "nvme": {"/swap": 64 * MiB}}
     in_their_dtype = Precision(accumulate="compute")
     unknown, several, one = (
         planned(model, accumulation=each, precision=in_their_dtype, **budget) for each in (None, 4, 1)

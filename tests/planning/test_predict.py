@@ -283,12 +283,20 @@ def moved_with(
     **more: Any,
 ) -> StepBytes:
     others: dict[str, Any] = {"accumulation": None, "mirrored": (), "speculating": (), "visiting_units": ()}
+    chunks = [SimpleNamespace(region=0)] * 3 + [SimpleNamespace(region=1)]
+    regions = [SimpleNamespace(trainable=True), SimpleNamespace(trainable=False)]
     plan: Any = SimpleNamespace(
         **(others | more),
         homes=tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
         page_sizes=PAGES,
         gradient_bytes=PAGES[Kind.GRADIENT],
-        layout=SimpleNamespace(units=[SimpleNamespace(nbytes=each) for each in PAGES[Kind.PARAMETER]]),
+        layout=SimpleNamespace(
+            units=[
+                SimpleNamespace(nbytes=each, chunks=chunks, regions=regions) for each in PAGES[Kind.PARAMETER]
+            ]
+        ),
+        staging_bytes=50,
+        chunk_update_bytes=20,
         stays=lambda unit: tier is (Tier.HOST if unified else Tier.DEVICE),
         resident_bytes=resident,
         update=update,
@@ -306,13 +314,20 @@ def test_traffic_of_pages_on_disk() -> None:
     assert moved.backward == PhaseBytes(disk_read=200, disk_write=80, host=2 * 160)
     assert moved.accumulation == PhaseBytes(disk_read=80, host=80)
     # The parameters that forward reads are also the ones that are updated.
-    assert moved.update == PhaseBytes(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    # Staging holds two of the three chunks that each unit trains.
+    bytes_in_ram, turns = 2 * (160 + 40 + 600), {"staged": 2 * 3, "waits": 2 * 3}
+    assert moved.update == PhaseBytes(disk_read=2 * 340, disk_write=2 * 380, host=bytes_in_ram, **turns)
     assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)
     assert (apart.forward.to_device, apart.backward.to_device, apart.backward.to_host) == (200, 200, 160)
     by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, update="sync")
-    assert by_itself.update == PhaseBytes(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert by_itself.update == PhaseBytes(disk_read=2 * 420, disk_write=2 * 380, host=bytes_in_ram, **turns)
     assert apart.update.disk_read == by_itself.update.disk_read
+
+
+def test_chunks_in_staging_take_calls_and_waits() -> None:
+    moved = StepBytes(update=PhaseBytes(host=4 * GB, staged=1000, waits=500))
+    check(predict(moved, CPU, (1.0, 1.0)), 3.45, 3.45, "compute", compute=2.0, update=1.0 + 0.4 + 0.05)
 
 
 def test_resident_pages_need_not_come_up_again() -> None:

@@ -188,7 +188,7 @@ def test_what_other_nodes_have_is_kept_where_there_is_room(share: Share) -> None
 def test_a_cache_takes_a_share_of_the_ram_that_makes_pages_go_to_nvme() -> None:
     share, nvme = Share(0, 4, 3, on_node=2), {"/nowhere": 64 * MiB}
     wide = stack([512] * 6)
-    tight = planned(wide, host=64 * MiB, share=share, node_cache=0).home_bytes[Tier.HOST] // 2
+    tight = planned(wide, host=64 * MiB, share=share, node_cache=0).home_bytes[Tier.HOST] * 3 // 4
     made = planned(wide, host=tight, nvme=nvme, share=share)
     without = planned(wide, host=tight, nvme=nvme, share=share, node_cache=0)
     assert made.layout == without.layout
