@@ -73,7 +73,9 @@ class Room(Protocol):
         """Begin to copy a tensor's bytes to leased RAM, after the work that compute has queued."""
 
     def let_go(self, transfer: Transfer) -> None:
-        """Have compute wait for a copy of `down` or `up`, so that it may use or free its memory."""
+        """Have compute wait for a copy of `down` or `up`, so that it may use or free its memory, which the
+        copy keeps no longer.
+        """
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """New memory where the model computes, uint8 (nbytes,)."""
@@ -254,7 +256,7 @@ class ResidualPages:
         self._read: dict[int, _Living] = {}
         """The pages that were read, and not used yet."""
         self._under_way: deque[tuple[Transfer, object]] = deque()
-        """Transfers that may not have ended, with what they use beside their memory, the oldest first."""
+        """Transfers that may not have ended, with what they use, the oldest first."""
 
     @contextlib.contextmanager
     def in_turn(self, turn: Callable[[], tuple[int, int]]) -> Iterator[None]:
@@ -366,6 +368,7 @@ class ResidualPages:
         self.counts.down += page.nbytes
         if self._room.waits:
             page.coming = transfer
+            self._follow(transfer, page.ram)  # which others may get when the page is gone
             bisect.insort(self._away, living, key=_turn)
             self._going.append((living, transfer))
             self._going_now += page.nbytes

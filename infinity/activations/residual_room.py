@@ -58,7 +58,7 @@ class ResidualRoom:
         return self._store.copy_down(into, source)
 
     def let_go(self, transfer: Transfer) -> None:
-        self._store.link.fence(transfer)
+        self._store.link.let_go(transfer)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -138,7 +138,8 @@ class Order(enum.Enum):
 class EventTransfer:
     """A copy on a CUDA stream. It is done when the event that was recorded after it has happened.
 
-    This object keeps the source and the target of the copy alive until `done` or `wait` has found it done.
+    This object keeps the source and the target of the copy alive until `done` or `wait` has found it done, or
+    until `forget`.
     """
 
     def __init__(
@@ -148,17 +149,22 @@ class EventTransfer:
         self.timing = timing
         self._link = link
         self._ends: tuple[torch.Tensor, ...] = ends
+        self._over = False
 
     def done(self) -> bool:
-        if self._ends and self._link._ask(Order.HOST_ASKS, self.event):
-            self._ends = ()
-        return not self._ends
+        if not self._over and self._link._ask(Order.HOST_ASKS, self.event):
+            self._over, self._ends = True, ()
+        return self._over
 
     def wait(self) -> object:
-        if self._ends:
+        if not self._over:
             self._link._wait(Order.HOST_WAITS, self.event, None)
-            self._ends = ()
+            self._over, self._ends = True, ()
         return None
+
+    def forget(self) -> None:
+        """Keep source and target no longer."""
+        self._ends = ()
 
 
 class CopiesAroundJobs:
@@ -233,7 +239,7 @@ class CopyStreams(DeviceLink):
         """Copies to the host that may be under way, oldest first, kept here so that their sources stay alive.
 
         A source may be memory of torch's allocator, such as a fresh gradient's. If it were freed, torch could
-        give the memory to another tensor before the copy has read it.
+        give the memory to another tensor before the copy has read it, unless compute waits for it (`let_go`).
         """
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies to the host."""
@@ -345,6 +351,11 @@ class CopyStreams(DeviceLink):
             except DeviceError:  # the next use may count on the order
                 transfer.wait()
                 raise
+
+    def let_go(self, transfer: Transfer) -> None:
+        self.fence(transfer)
+        if isinstance(transfer, EventTransfer):
+            transfer.forget()
 
     def follow_compute(self) -> None:
         self._let_copies_up_wait(Order.FOLLOWING)

@@ -290,6 +290,13 @@ class DeviceLink:
     def fence(self, transfer: Transfer) -> None:
         """Make all later work on the compute stream wait for a transfer."""
 
+    def let_go(self, transfer: Transfer) -> None:
+        """As `fence`, and let the transfer and the link keep its memory no longer.
+
+        Compute may use device memory of the transfer for something else then. The caller keeps host memory
+        until the transfer is done, unless all that uses the memory next comes after the copy anyway.
+        """
+
     def follow_compute(self) -> None:
         """Make all later copies to the device wait for the work that the compute stream has queued so far."""
 

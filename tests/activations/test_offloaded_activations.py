@@ -160,8 +160,7 @@ def trained(
             if pages is not None:
                 pages.rest()
                 bytes_of_a_step.update(vars(pages.counts))
-                if not place.startswith("streams"):  # the link keeps what it copied until its next copy
-                    assert runtime._components.store.activations.leased == 0
+                assert runtime._components.store.activations.leased == 0
                 bytes_of_a_step["ram"] = runtime._components.store.activations.counters.peak
             plan = runtime._components.plan
     assert list(directory.iterdir()) == []
@@ -191,8 +190,8 @@ def test_policies_have_the_bits_and_the_bytes_of_the_plan(place: str, policy: st
     assert {name: moved[name] for name in ("saved", "down", "written")} == {
         name: 2 * getattr(room, name) for name in ("saved", "down", "written")
     }
-    if not place.startswith("streams"):  # whose copies hold memory until they are known to have ended
-        assert moved["peak"] == plan.activations
+    assert moved["peak"] == plan.activations
+    if not place.startswith("streams"):
         assert (moved["up"], moved["read"]) == (2 * room.up, 2 * room.read)
         assert moved["ram"] <= room.ram
 

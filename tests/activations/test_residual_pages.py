@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from residual_rooms import ROOMS, Saver
+from residual_rooms import ROOMS, LateTransfer, Saver
 from torch import Tensor, nn
 
 from infinity.activations.residual_pages import SMALLEST
@@ -211,6 +211,22 @@ def test_a_graph_that_is_dropped_or_used_in_part_gives_everything_back() -> None
         torch.autograd.grad(first, [middle], retain_graph=True)
         del first, middle
         saver.check_nothing_left()
+
+
+def test_ram_is_lent_until_the_copy_of_a_page_that_is_gone_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saver = Saver("copies that wait")
+    copy = LateTransfer(lambda: None)  # keeps no memory, as a copy of a device that was let go
+    monkeypatch.setattr(saver.room, "down", lambda into, source: copy)
+    monkeypatch.setattr(saver.room, "let_go", lambda transfer: None)
+    reference = saver.pages.pack(numbers(256, 256))
+    assert reference is not None
+    saver.pages.pack(numbers(256, 256))
+    del reference
+    assert saver.room.lent_ram == 4 * 256 * 256
+    copy.wait()
+    saver.check_nothing_left()
 
 
 def test_edits_after_saving_are_found() -> None:
