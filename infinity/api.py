@@ -23,6 +23,7 @@ from infinity.device_update.kernel_trial import refusal
 from infinity.errors import ConfigError
 from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule
+from infinity.gradients.tile_sums import add_up
 from infinity.layout.adapters import keep_adapters
 from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
@@ -335,7 +336,7 @@ def plan_for(
             precision=precision,
             device=target,
             train=rule is not None,
-            apart=not budget.is_unified(target),
+            add_up=None if budget.is_unified(target) else add_up,
         )
         rooms = RoomChoice.of(run, budget, target, available.headroom)
     policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)

@@ -12,7 +12,7 @@ from infinity.tiers.link import ARRIVED, Transfer, User
 
 
 class SumsInRam:
-    """Implements the protocol infinity.layout.tile_sums.Away for one runtime.
+    """Implements the protocol infinity.gradients.tile_sums.Away for one runtime.
 
     A copy from the device reads memory of torch's allocator. That memory is let go, once compute was told to
     wait for the copy, when the next sum is put or got. Only copies down, which run in order, and copies up

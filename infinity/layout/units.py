@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from infinity.config import Precision
+from infinity.config import Precision, round_up
 from infinity.errors import ConfigError
 from infinity.layout.adapters import base_names
 from infinity.layout.names import named_buffers, named_modules, named_parameters
 from infinity.layout.strides import is_dense
 from infinity.layout.tiles import row_ranges, tile_name, tiled_weights
+from infinity.tiers import PAGE_ALIGNMENT
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
 """The units of a model. A unit is a pair: the path of a module, and the indices in `Survey.parameters` of
@@ -64,6 +65,12 @@ class SurveyedParameter:
     def nbytes(self) -> int:
         """Bytes of the parameter in the page, without padding."""
         return self.numel * self.dtype.itemsize
+
+
+def bytes_away(parameters: Iterable[SurveyedParameter]) -> int:
+    """Bytes of the gradients that are away at most in one backward: those of tiles with several names."""
+    tiles = [each for each in parameters if each.tile_of is not None and each.trainable]
+    return sum(round_up(each.nbytes, PAGE_ALIGNMENT) for each in tiles if len(each.names) > 1)
 
 
 @dataclass

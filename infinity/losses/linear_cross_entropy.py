@@ -14,7 +14,6 @@ from torch._compile import _disable_dynamo
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from infinity.errors import ConfigError
-from infinity.layout.tile_sums import contribution, sums_of
 from infinity.layout.tiles import row_ranges
 from infinity.losses.pieces import each_size
 
@@ -341,7 +340,8 @@ class _Tile(_Node):
         """panels: the tile's, each with its number. weights: the bias of the tile's rows, and the tile."""
         assert turn.forward is not None
         ctx.turn, ctx.panels = turn, panels
-        ctx.sum_of_uses = sums_of(weights[-1])
+        # A tied tile's: [Note: gradients of tied tiles] in infinity/gradients/tile_sums.py.
+        ctx.sum_of_uses = getattr(weights[-1], "sum_of_uses", None)
         for number, columns in each_size(panels, _columns, turn.forward.hidden):
             bias, matrix = _rows(panels, columns, *weights)
             assert matrix is not None
@@ -359,7 +359,8 @@ class _Tile(_Node):
         for _number, columns in each_size(ctx.panels, _columns, sums.hidden):
             parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
             sums.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
-        of_tile = None if of_tile is None else contribution(ctx.sum_of_uses, of_tile)
+        if of_tile is not None and ctx.sum_of_uses is not None:
+            of_tile = ctx.sum_of_uses.add(of_tile)
         return None, None, token if for_token else None, of_bias, of_tile
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from infinity.activations.saved_tensors import check_version
 from infinity.errors import ConfigError
-from infinity.layout.tile_sums import contribution, sums_of
+from infinity.gradients.tile_sums import contribution, sums_of
 from infinity.layout.tiles import TiledModule, row_ranges
 from infinity.losses.linear_cross_entropy import in_blocks
 from infinity.model.paged_parameter import PagedParameter

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.casts import EQUAL_DTYPES, cast_operands
-from infinity.layout.tile_sums import Away, add_up, contribution, sums_of
+from infinity.gradients.tile_sums import Away, add_up, contribution, sums_of
 from infinity.losses.linear_cross_entropy import linear_cross_entropy, of_tiles
 from infinity.model.paged_gradient import PagedGradient
 from infinity.model.paged_parameter import (
@@ -204,7 +204,7 @@ def adopt_tiled(
     place = next(paged([parameter]))._place
     layout = place.page.layout.parameters[place.index]
     if away is not None and layout.trainable and len(layout.names) > 1:
-        add_up(tiles, away, len(layout.names))
+        add_up(away, tiles, len(layout.names))
 
 
 def release_tiled(parameter: TiledParameter, values: torch.Tensor) -> None:

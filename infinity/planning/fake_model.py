@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch._subclasses import fake_tensor
 
 from infinity.config import Precision
 from infinity.layout.names import plain_name
-from infinity.layout.tile_sums import Away, add_up
 from infinity.layout.tiles import row_ranges, tiled_weights
 
 _MOST_OBJECTS = 5_000_000
@@ -261,15 +260,16 @@ def fake_model(
     mode: fake_tensor.FakeTensorMode,
     precision: Precision,
     device: torch.device,
-    away: Away | None = None,
+    add_up: Callable[[Sequence[torch.Tensor], int], None] | None = None,
 ) -> tuple[nn.Module, Copier]:
     """Make a copy of a model under `mode`, which must be on, and return (copy, the Copier that made it).
 
     Parameters and buffers of the copy are on `device`, and parameters have the dtypes of their pages. Other
     tensors keep their devices, except those on the meta device. Hooks of modules are copied, and hooks of
     tensors are left out. A hook on each trainable parameter drops its gradient as soon as the gradient is
-    complete, because a real step then moves it to the gradient page. away: where the gradients of tied tiles
-    wait; None: they stay. Raises CannotCopy, and the errors that the methods of the model's objects raise.
+    complete, because a real step then moves it to the gradient page. add_up: function (tiles, number of
+    modules) that has the gradients of tied tiles added up; None: autograd does. Raises CannotCopy, and the
+    errors that the methods of the model's objects raise.
     """
 
     def fake(tensor: torch.Tensor, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
@@ -298,8 +298,8 @@ def fake_model(
         tiles = tuple(fake(nn.Parameter(part, whole.requires_grad), dtype, device) for part in parts)
         vars(known[key])["tiles"] = tiles
         uses = sum(each is whole for _, each in model.named_parameters(remove_duplicate=False))
-        if away is not None and whole.requires_grad and uses > 1:
-            add_up(tiles, away, uses)
+        if add_up is not None and whole.requires_grad and uses > 1:
+            add_up(tiles, uses)
     copier = Copier(held)
     try:
         return copier.copy(model), copier

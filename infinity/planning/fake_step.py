@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import threading
@@ -101,7 +102,7 @@ def run_fake_step(
     train: bool,
     within: Callable[[nn.Module, Ledger], AbstractContextManager[Any]] = lambda model, ledger: nullcontext(),
     saving: Saving = _keep,
-    apart: bool = False,
+    add_up: Callable[[Any, Sequence[torch.Tensor], int], None] | None = None,
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
@@ -111,21 +112,22 @@ def run_fake_step(
     that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
     train: whether a backward follows. within: function that takes the copy and the ledger of the step, and
     returns the context in which the step runs, such as one in which blocks are recomputed. saving: makes the
-    saved-tensor hooks of the forward; by default what autograd saves stays. apart: whether the device has
-    memory of its own, which the gradients of tied tiles leave. A model that cannot be copied, or
-    a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's forward
-    fails, for instance for wrong inputs, the first real forward raises that error.
+    saved-tensor hooks of the forward; by default what autograd saves stays. add_up: adds up the gradients of
+    tied tiles away from the device (infinity/gradients/tile_sums.py); None: they stay. A model that cannot be
+    copied, or a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's
+    forward fails, for instance for wrong inputs, the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
-    away = _Away(waits=not is_direct(device)) if apart else None
+    if add_up is not None:
+        add_up = functools.partial(add_up, _Away(waits=not is_direct(device)))
     if not torch.cuda.is_available():
         device = torch.device("cpu")  # autograd would end the process
     unknown = None
     try:
         with _signals_wait(), same_generators(), _quiet(), torch.compiler.set_stance("force_eager"):
             with mode:
-                fake, copier = fake_model(model, mode, precision, device, away)
+                fake, copier = fake_model(model, mode, precision, device, add_up)
                 inputs = InputCast(model, precision, warn=False)
                 args, kwargs = inputs(*_fake_inputs(example_inputs, device))
                 hook_sequences(fake, cast_sequences)
@@ -144,7 +146,7 @@ def run_fake_step(
 
 
 class _Away:
-    """Implements infinity.layout.tile_sums.Away for a step without data."""
+    """Implements infinity.gradients.tile_sums.Away for a step without data."""
 
     def __init__(self, *, waits: bool) -> None:
         """waits: whether copies go on after `put`, so that the newest gradient is kept."""

@@ -45,8 +45,7 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Division, RegionSize, build, page_bytes, region_sizes
 from infinity.layout.shards import Share
-from infinity.layout.tile_sums import bytes_away
-from infinity.layout.units import Grouping, Survey
+from infinity.layout.units import Grouping, Survey, bytes_away
 from infinity.planning.placement import LEAST, LEAST_IN_RAM, WORKING_ROOMS, Kind, Placement, Room, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 

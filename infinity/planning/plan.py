@@ -22,7 +22,7 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Chunk
 from infinity.layout.shards import ALONE, Share, kept_chunks, part_bytes
-from infinity.layout.tile_sums import bytes_away
+from infinity.layout.units import bytes_away
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.network import network
 from infinity.planning.placement import Kind, Placement
@@ -347,7 +347,7 @@ class Plan(Placement):
     @property
     def tile_sum_bytes(self) -> int:
         """Bytes of RAM in which gradients of tied tiles wait, if the model computes elsewhere; see
-        [Note: gradients of tied tiles] in infinity/layout/tile_sums.py.
+        [Note: gradients of tied tiles] in infinity/gradients/tile_sums.py.
         """
         apart = self.rule is not None and not self.unified
         return sum(bytes_away(unit.parameters) for unit in self.layout.units) if apart else 0

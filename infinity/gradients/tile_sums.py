@@ -18,10 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.config import round_up
-from infinity.layout.units import SurveyedParameter
-from infinity.tiers import PAGE_ALIGNMENT
-
 
 class Away(Protocol):
     """The memory away from the device in which sums are kept."""
@@ -67,6 +63,7 @@ class TileSum:
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Add a contribution within a backward. Returns what autograd gets instead: a placeholder or None."""
+        # Not on a token's gradient, as other sums: the modules that use a tile have one each.
         backward = torch._C._current_graph_task_id()
         known = self._placeholders.get(backward)
         placeholder: Any = None if known is None else known()
@@ -110,7 +107,7 @@ class TileSum:
         return found.here if found.there is None else self._weight.away.get(found.there, gradient)
 
 
-def add_up(tiles: Iterable[torch.Tensor], away: Away, uses: int) -> None:
+def add_up(away: Away, tiles: Iterable[torch.Tensor], uses: int) -> None:
     """Have the contributions to the gradient of each tile of a weight added up by a `TileSum`.
 
     tiles: leaves. uses: the number of modules that use the weight.
@@ -134,11 +131,3 @@ def sums_of(tile: torch.Tensor | None) -> TileSum | None:
 def contribution(sums: TileSum | None, gradient: torch.Tensor) -> torch.Tensor | None:
     """What a node returns in a backward as the gradient of a tile with these sums; None: it has none."""
     return gradient if sums is None else sums.add(gradient)
-
-
-def bytes_away(parameters: Iterable[SurveyedParameter]) -> int:
-    """Bytes of the gradients that are away at most in one backward: those of tiles with several names."""
-    tied = (
-        each for each in parameters if each.tile_of is not None and each.trainable and len(each.names) > 1
-    )
-    return sum(round_up(each.nbytes, PAGE_ALIGNMENT) for each in tied)
