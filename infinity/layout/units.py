@@ -67,10 +67,15 @@ class SurveyedParameter:
         return self.numel * self.dtype.itemsize
 
 
-def bytes_away(parameters: Iterable[SurveyedParameter]) -> int:
-    """Bytes of the gradients that are away at most in one backward: those of tiles with several names."""
+def bytes_away(parameters: Iterable[SurveyedParameter]) -> tuple[int, int]:
+    """(bytes of RAM that the gradients of tied tiles take in one backward, bytes of their copies each way).
+
+    A tile is tied if it has several names. Its sum leaves after each use but the last, and comes back.
+    """
     tiles = [each for each in parameters if each.tile_of is not None and each.trainable]
-    return sum(round_up(each.nbytes, PAGE_ALIGNMENT) for each in tiles if len(each.names) > 1)
+    tied = [each for each in tiles if len(each.names) > 1]
+    ram = sum(round_up(each.nbytes, PAGE_ALIGNMENT) for each in tied)
+    return ram, sum(each.nbytes * (len(each.names) - 1) for each in tied)
 
 
 @dataclass

@@ -167,7 +167,7 @@ class Candidate:
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
-        self._tile_sums = bytes_away(search.surveyed.parameters) if rule is not None else 0
+        self._tile_sums = bytes_away(search.surveyed.parameters)[0] if rule is not None else 0
         self._brings_down = search.apart and rule is not None
         """Whether gradients have to be copied from the device before the CPU can use them."""
         self._squares = search.squares_bytes(chunk_elements) if self._brings_down else 0

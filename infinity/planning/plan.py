@@ -349,8 +349,14 @@ class Plan(Placement):
         """Bytes of RAM in which gradients of tied tiles wait, if the model computes elsewhere; see
         [Note: gradients of tied tiles] in infinity/gradients/tile_sums.py.
         """
-        apart = self.rule is not None and not self.unified
-        return sum(bytes_away(unit.parameters) for unit in self.layout.units) if apart else 0
+        return self._tile_sums[0]
+
+    @functools.cached_property
+    def _tile_sums(self) -> tuple[int, int]:
+        """See `bytes_away`."""
+        if self.rule is None or self.unified:
+            return 0, 0
+        return bytes_away(each for unit in self.layout.units for each in unit.parameters)
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
@@ -455,9 +461,8 @@ class Plan(Placement):
     def traffic(self) -> StepBytes:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
         moved = traffic(self, [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units])
-        room, sums = self.residuals.room, self.tile_sum_bytes
-        if sums:
-            moved = moved.with_activations(PhaseBytes(), PhaseBytes(to_host=sums, to_device=sums))
+        room, sums = self.residuals.room, self._tile_sums[1]
+        moved = moved.with_activations(PhaseBytes(), PhaseBytes(to_host=sums, to_device=sums))
         return moved if room is None else moved.with_activations(*room.passes(unified=self.unified))
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:

@@ -30,6 +30,7 @@ from infinity.errors import ConfigError
 from infinity.layout import tiles
 from infinity.model import tiled_modules
 from infinity.planning import fake_step
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 
@@ -231,6 +232,33 @@ def test_gradients_of_tied_tiles_wait_in_ram(
                 handle.remove()
                 assert pool.leased == 0
                 plain.zero_grad()
+
+
+class _TwoHeads(Language):
+    """Three modules have the tied weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__(tied=tied)
+        self.second = infinity.tiled(nn.Linear(512, 1024, bias=False))
+        self.second.weight = self.head.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embedding(tokens))
+        return self.head(hidden) + self.second(torch.tanh(hidden))
+
+
+@pytest.mark.parametrize(("kind", "modules"), [(Language, 2), (_TwoHeads, 3)])
+def test_the_plan_counts_the_copies_of_sums(kind: type[Language], modules: int) -> None:
+    """On a device on which all parameters stay, so that nothing else is copied in a backward."""
+    budget = infinity.Budget(device="24MiB", host="96MiB")
+    model, runtime = offloaded(tied=True, kind=kind, budget=budget, compute="bf16", device="cpu")
+    with runtime:
+        loss = model.loss(inputs(1))
+        before = runtime.stats.edges
+        loss.backward()
+        after = runtime.stats.edges
+        down, up = (after[e].bytes - before[e].bytes for e in (Edge.DEVICE_TO_HOST, Edge.HOST_TO_DEVICE))
+        assert down == up == runtime.plan.traffic.backward.to_host == (modules - 1) * model.head.weight.nbytes
 
 
 class _Recomputing(Language):
