@@ -58,15 +58,14 @@ class TileSum:
 
     def __init__(self, weight: _Weight) -> None:
         self._weight = weight
-        self._placeholders: dict[int, weakref.ref[Any]] = {}
-        """Backward -> the placeholder of the tile's gradient."""
+        self._placeholders = weakref.WeakValueDictionary[int, Any]()
+        """Backward -> the placeholder of the tile's gradient. Backwards of several threads may run."""
 
     def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Add a contribution within a backward. Returns what autograd gets instead: a placeholder or None."""
         # Not on a token's gradient, as other sums: the modules that use a tile have one each.
         backward = torch._C._current_graph_task_id()
-        known = self._placeholders.get(backward)
-        placeholder: Any = None if known is None else known()
+        placeholder: Any = self._placeholders.get(backward)
         if placeholder is not None:
             found: _Sum = placeholder.of_tile
             if found.there is None:
@@ -80,8 +79,7 @@ class TileSum:
         placeholder = gradient.new_zeros(()).expand(gradient.shape)
         placeholder.of_tile = _Sum(backward, gradient)
         self._added(placeholder.of_tile)
-        living = {number: each for number, each in self._placeholders.items() if each() is not None}
-        self._placeholders = {**living, backward: weakref.ref(placeholder)}
+        self._placeholders[backward] = placeholder
         return placeholder  # type: ignore[no-any-return]
 
     def _added(self, found: _Sum) -> None:
