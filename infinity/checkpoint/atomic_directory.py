@@ -64,7 +64,7 @@ class Writer:
             for data in content:
                 if last is not None:
                     last.result()
-                last = self._begin(file.write(data))
+                last = self._begin(_write(file, data))
             if last is not None:
                 last.result()
             self._do(_flush(file))
@@ -98,6 +98,12 @@ class Writer:
 
 async def _open(path: Path) -> Any:
     return await aiofiles.open(path, "xb")
+
+
+async def _write(file: Any, data: bytes | memoryview) -> None:
+    # The pool's thread keeps its argument for a while after the result is there, but not the view's bytes.
+    with memoryview(data) as view:
+        await file.write(view)
 
 
 async def _flush(file: Any) -> None:
