@@ -268,7 +268,7 @@ class _Backward:
         self.options = options
         self.hidden, self.target, self.maximum, self.total = saved
         self.scale = gradient.masked_fill(self.target == options.ignore_index, 0)
-        self.of_hidden = _Sums(self.hidden.new_zeros(self.hidden.shape), options, alone=panels == 1)
+        self.of_hidden = _Sums(self.hidden.new_empty(self.hidden.shape), options, alone=panels == 1)
 
     def add(
         self,
@@ -284,7 +284,7 @@ class _Backward:
         options, vocabulary = self.options, self.options.vocabulary
         sums = None
         if of_matrix is not None:
-            sums = _Sums(of_matrix, options, alone=len(self.hidden) <= options.rows)
+            sums = _Sums(of_matrix, options, alone=0 < len(self.hidden) <= options.rows)
         of_part = matrix.new_zeros(len(matrix), dtype=options.wide)
         for rows in each_size(_ranges(len(self.hidden), options.rows), _length, self.hidden):
             part, scale = self.hidden[rows], self.scale[rows]
@@ -354,7 +354,7 @@ class _Tile(_Node):
         bias, tile = ctx.saved_tensors
         sums: _Backward = token.sums
         for_token, for_bias, for_tile = ctx.needs_input_grad[2:]
-        of_tile = tile.new_zeros(tile.shape) if for_tile else None
+        of_tile = tile.new_empty(tile.shape) if for_tile else None
         of_bias = bias.new_empty(bias.shape) if for_bias else None
         for _number, columns in each_size(ctx.panels, _columns, sums.hidden):
             parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
@@ -402,12 +402,14 @@ class _Sums:
     """
 
     def __init__(self, gradient: torch.Tensor, options: _Options, *, alone: bool) -> None:
-        """gradient: zeros, to which the sums are written. alone: whether each row gets one product only."""
+        """gradient: new memory, to which sums are written. alone: whether each row gets just one product."""
         self._gradient = gradient
         self._options = options
         self._alone = alone
         dtype = options.dtype if alone else options.wide
-        self._total = gradient if gradient.dtype == dtype else torch.zeros_like(gradient, dtype=dtype)
+        self._total = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+        if not alone:
+            self._total.zero_()
 
     def add(self, rows: slice, factor: torch.Tensor, operand: torch.Tensor) -> None:
         """Add `factor`, of the sums' dtype, times `operand`, of its own, to the rows `rows` of the total."""

@@ -124,6 +124,23 @@ def test_errors_against_fp64_are_those_of_torch(
             assert distance(found, wanted) <= 1.05 * distance(other, wanted)
 
 
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 9, 24])
+def test_all_of_a_gradient_is_written(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels of 2048 and of 952 entries, by 9 tokens at most. New memory has NaN in this mode of torch."""
+    monkeypatch.setattr(module, "_PANEL", 9 * 2048)
+    hidden, weight, target = operands(tokens, dtype=dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = outcome(linear_cross_entropy(hidden, weight, target, reduction="sum"), (hidden, weight))
+        assert torch.empty(1).isnan()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(each.isfinite().all() for each in found)
+
+
 def test_losses_of_tokens_are_summed_once() -> None:
     hidden, weight, target = operands(*LARGE)
     each = linear_cross_entropy(hidden, weight, target, reduction="none")
