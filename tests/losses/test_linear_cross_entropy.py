@@ -141,6 +141,14 @@ def test_all_of_a_gradient_is_written(
     assert all(each.isfinite().all() for each in found)
 
 
+def test_converted_blocks_are_whole_vectors_wide() -> None:
+    total, matrix = torch.empty(9, 768), torch.empty(1376, 768, dtype=torch.bfloat16)
+    assert [part.shape[1] for _, part in module.in_blocks(total, matrix)] == [320, 320, 128]
+    assert [part.shape[1] for _, part in module.in_blocks(total, matrix.float())] == [768]
+    tall = torch.empty(1 << 18, 3, dtype=torch.bfloat16)
+    assert [part.shape[1] for _, part in module.in_blocks(total[:, :3], tall)] == [2, 1]
+
+
 def test_losses_of_tokens_are_summed_once() -> None:
     hidden, weight, target = operands(*LARGE)
     each = linear_cross_entropy(hidden, weight, target, reduction="none")
