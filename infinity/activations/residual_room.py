@@ -124,7 +124,9 @@ class FakeRoom:
         self._ram = _tiers.SpanAllocator(ram_bytes, PAGE_ALIGNMENT)
         self._disk = _tiers.SpanAllocator(disk_bytes, PAGE_ALIGNMENT)
         self.peak = 0
-        """The most bytes of RAM that were lent at one time. `disk_peak` are those of disk."""
+        """Bytes of RAM up to the end of the last that were lent: more than were lent at one time, if larger
+        pages than the free ones followed. `disk_peak` are those of disk.
+        """
         self.disk_peak = 0
         self.short: BudgetError | None = None
         """The error of the first page that found no room; None: there was none."""
@@ -137,7 +139,7 @@ class FakeRoom:
         offset = self._ram.take(whole)
         if offset is None:
             return None
-        self.peak = max(self.peak, self._ram.used)
+        self.peak = max(self.peak, offset + whole)
         memory = self._in_ram(nbytes)
         _return_at_end(memory.untyped_storage(), self._ram, offset, whole)
         return memory
@@ -156,7 +158,7 @@ class FakeRoom:
         offset = self._disk.take(whole)
         if offset is None:
             raise self.shortage(source.nbytes)
-        self.disk_peak = max(self.disk_peak, self._disk.used)
+        self.disk_peak = max(self.disk_peak, offset + whole)
         place = _Place()
         _return_at_end(place, self._disk, offset, whole)
         return place, ARRIVED
