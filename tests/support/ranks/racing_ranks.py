@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import rank_processes
@@ -83,8 +85,9 @@ class Training:
         return [each.contiguous() for each in self.model.state_dict().values()]
 
 
-def hear_late_of_cleared() -> None:
-    """From now on, rank 0 hears late that other ranks have cleared their gradients."""
+@contextlib.contextmanager
+def hear_late_of_cleared() -> Iterator[None]:
+    """A context in which rank 0 hears late that other ranks have cleared their gradients."""
     handle = ServiceThread._handle
 
     def late(self: ServiceThread, source: int, message: Message) -> None:
@@ -93,11 +96,15 @@ def hear_late_of_cleared() -> None:
         handle(self, source, message)
 
     ServiceThread._handle = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ServiceThread._handle = handle  # type: ignore[method-assign]
 
 
+@hear_late_of_cleared()
 def idle_rank(partition: str = "optimizer") -> list[str]:
     """Rank 0 has no backward in the second step, and hears late that gradients were cleared."""
-    hear_late_of_cleared()
     training, found = Training(partition), []
     for step in range(3):
         for number in range(TOGETHER):

@@ -120,9 +120,9 @@ def eager(training: Training) -> None:
     training.model.last.bias.grad = None
 
 
+@hear_late_of_cleared()
 def read_when_cleared() -> list[Any]:
     """Ranks read a gradient right after zero_grad(), of which rank 0 hears late."""
-    hear_late_of_cleared()
     found: list[Any] = []
     for partition in PARTITIONS:
         training = Training(partition)
