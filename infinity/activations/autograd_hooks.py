@@ -10,8 +10,9 @@ tensor in place of a leaf, with the same AccumulateGrad node. Older torch (2.6, 
 hooks from this node and from the leaf when the second tensor's Python object is destroyed.
 
 An error in a backward leaves nodes, with their saved tensors, in the thread's queue until a later backward
-runs, such as that of `drop_left_tasks`. At the end of the process the main thread's queue is destroyed after
-Python. Torch 2.15 then asks for the GIL to destroy the hooks of these tensors, and crashes.
+of this thread runs, such as that of `drop_left_tasks`; no other thread can reach the queue. At the end of the
+process the main thread's queue is destroyed after Python. Torch 2.15 then asks for the GIL to destroy the
+hooks of these tensors, and crashes.
 """
 
 from __future__ import annotations

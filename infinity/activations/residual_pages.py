@@ -92,7 +92,7 @@ class Room(Protocol):
         """Begin to read the bytes at a place into leased RAM."""
 
     def free_left(self) -> None:
-        """Free the pages that failed steps have left and that nobody can use."""
+        """Free the pages that failed steps of this thread have left and that nobody can use."""
 
     def shortage(self, nbytes: int) -> BudgetError:
         """The error for a page of `nbytes` bytes that finds no room."""
