@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from infinity.activations.policy import PolicyChoice
-from infinity.activations.room_choice import RoomChoice
 from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
@@ -327,7 +326,7 @@ def plan_for(
         make = functools.partial(_plan_here, make, target, available, own)
     else:
         make = functools.partial(make, available=available)
-    run, rooms = None, None
+    run = None
     if example_inputs is not None:
         run = functools.partial(
             run_fake_step,
@@ -338,8 +337,15 @@ def plan_for(
             train=rule is not None,
             add_up=None if budget.is_unified(target) else add_up,
         )
-        rooms = RoomChoice.of(run, budget, target, available.headroom)
-    policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)
+    policy = PolicyChoice(
+        model,
+        activations,
+        run,
+        budget=budget,
+        device=target,
+        headroom=available.headroom,
+        train=rule is not None,
+    )
 
     def draft(agreed: Division | None) -> Plan:
         return policy.plan(functools.partial(draft_for, agreed), could_adopt)

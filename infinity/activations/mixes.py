@@ -17,12 +17,12 @@ several mixes take (`Mixes.least`) is assumed to be as fast as the fastest of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NamedTuple
 
-from infinity.activations.recomputation import BlockFacts
+from infinity.activations.fake_steps import StepFacts
 from infinity.config import round_up
 from infinity.planning.fake_step import FakeStep
 from infinity.planning.predict import Work
@@ -31,17 +31,6 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 PARTS = (1, 2, 4, 8, 16, 32, 64)
 """RAM has room for all that leaves, divided by one of these numbers."""
-
-
-@dataclass(frozen=True)
-class Away:
-    """A step without data from which saved tensors leave."""
-
-    step: FakeStep
-    room: ResidualBytes
-    facts: Mapping[str, BlockFacts]
-    largest: int
-    """Bytes of the largest page that has left."""
 
 
 class Mix(NamedTuple):
@@ -69,15 +58,15 @@ class Demand:
 class Mixes:
     """Estimates of what steps take; see [Note: mixes of blocks]."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """The blocks, in the order of their forwards."""
     works: Sequence[Work]
     """The work of a step in which the first n blocks run again, for each n from 0."""
     kept: FakeStep
     """The step that keeps all."""
-    none: Away
+    none: StepFacts
     """The step from which all saved tensors leave and in which no block runs again."""
-    every: Away
+    every: StepFacts
     """The step from which all saved tensors leave and in which all blocks run again."""
     nvme: bool
     """Whether what leaves may go on to disk."""
@@ -87,10 +76,14 @@ class Mixes:
     @functools.cached_property
     def points(self) -> list[Mix]:
         """All mixes in which something leaves and for which RAM is large enough."""
-        parts, blocks = PARTS if self.nvme else (1,), len(self.names)
+        blocks = len(self.names)
         pairs = [(again, away) for again in range(blocks + 1) for away in range(blocks + 2 - again)]
-        mixes = [Mix(*pair, part) for pair in pairs for part in parts]
+        mixes = [mix for pair in pairs for mix in self.of(*pair)]
         return [mix for mix in mixes if self._left(mix) and (mix.part == 1 or self._is_enough(mix))]
+
+    def of(self, again: int, away: int) -> list[Mix]:
+        """The mixes of these numbers of blocks."""
+        return [Mix(again, away, part) for part in (PARTS if self.nvme else (1,))]
 
     def _is_enough(self, mix: Mix) -> bool:
         largest, room = max(self.none.largest, self.every.largest), self.demand(mix).room
@@ -101,7 +94,7 @@ class Mixes:
         """For the steps `none` and `every`: bytes of pages saved before the end of each block, in the order
         of blocks, after a 0 and before the bytes of all.
         """
-        saved = [[each.facts[name].saved for name in self.names] for each in (self.none, self.every)]
+        saved = [[each.blocks[name].saved for name in self.names] for each in (self.none, self.every)]
         none, every = ([*accumulate([0, *ends], max)] for ends in saved)  # blocks may be called in turns
         return [*none, self.none.room.saved], [*every, self.every.room.saved]
 
@@ -124,9 +117,9 @@ class Mixes:
         )
         kept, ends, blocks = self._kept(mix), self._ends[0], len(self.names)
         most, first = base + kept, mix.again + mix.away
-        if not blocks or any(each.calls > 1 for each in self.none.facts.values()):
+        if not blocks or any(self.none.blocks[name].calls > 1 for name in self.names):
             return most
-        before = [self.every.facts[name].before for name in self.names]
+        before = [self.every.blocks[name].before for name in self.names]
         if not mix.away:  # what is saved after the last block was counted twice
             before[-1] -= max(0, before[-1] + ends[-1] - (self.kept.activations or 0))
         held = [max(0, ends[block + 1] - ends[first]) for block in range(blocks - 1)]
@@ -138,7 +131,10 @@ class Mixes:
         if mix not in self._demands:
             left, kept = self._left(mix), self._kept(mix)
             shares = (each.room.ram / each.room.down for each in (self.none, self.every) if each.room.down)
-            ram, window = round_up(int(left * max(shares, default=1)), PAGE_ALIGNMENT), window_of(left + kept)
+            saved = left + kept
+            if not kept:
+                left -= self.none.room.saved - self.none.room.down  # the newest page never leaves
+            ram, window = round_up(int(left * max(shares, default=1)), PAGE_ALIGNMENT), window_of(saved)
             ram = round_up(ram // mix.part, PAGE_ALIGNMENT)
             read = max(0, left - ram) * (mix.part > 1)
             written = min(left, read + window) * (mix.part > 1)
@@ -147,7 +143,7 @@ class Mixes:
                 window=window,
                 ram=ram,
                 disk=round_up(written, PAGE_ALIGNMENT),
-                saved=left + kept,
+                saved=saved,
                 down=left,
                 up=left,
                 written=written,

@@ -10,46 +10,53 @@ data, for its exact bytes.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
-from infinity.activations.mixes import Mix
-from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle
-from infinity.activations.room_choice import RoomChoice, seconds_of
+from infinity.activations.fake_steps import ENDLESS, Run, Steps
+from infinity.activations.mixes import Mix, Mixes
+from infinity.activations.recomputation import blocks_of, obstacle
+from infinity.activations.room_choice import Draft, RoomChoice, first_to_fit, seconds_of, within
+from infinity.config import Budget
 from infinity.errors import BudgetError, ConfigError
-from infinity.planning.fake_step import FakeStep, Ledger
+from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
 from infinity.planning.predict import WORTH_CHOOSING
-from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_first
-
-Run = Callable[..., FakeStep]
-"""Function that runs a step without data, with `within` as in run_fake_step as its one keyword argument."""
-Draft = Callable[[Residuals, FakeStep | None], Plan]
-"""Function that makes the plan for a policy and its step; None: example inputs were not given."""
+from infinity.planning.residual_states import KEEP, ResidualBytes, Residuals, check_policy
 
 
 class PolicyChoice:
     """Chooses the policy of one model's activations. Each step without data runs once, if needed."""
 
     def __init__(
-        self, model: nn.Module, asked: str, run: Run | None, rooms: RoomChoice | None, *, train: bool
+        self,
+        model: nn.Module,
+        asked: str,
+        run: Run | None,
+        *,
+        budget: Budget,
+        device: torch.device,
+        headroom: Headroom,
+        train: bool,
     ) -> None:
-        """asked: `activations=` of `infinity.offload`. run, rooms: None without example inputs.
+        """asked: `activations=` of `infinity.offload`. run: None without example inputs. budget, device: of
+        the model. headroom: what torch takes beside live tensors on `device`. train: whether there is an
+        optimizer; without one autograd saves nothing, and the policy is "keep".
 
-        train: whether there is an optimizer; without one autograd saves nothing, and the policy is "keep".
         Raises ConfigError for an unknown `asked`.
         """
         check_policy(asked)
         found = {name: obstacle(block) for name, block in blocks_of(model).items()}
         self._asked = asked if train else "keep"
-        self._rooms = rooms
-        self._steps = None if run is None else Steps(run, [name for name in found if found[name] is None])
+        self._steps: Steps | None = None
+        if run is not None:
+            unified, names = budget.is_unified(device), [name for name in found if found[name] is None]
+            self._steps = Steps(run, names, device, unified=unified)
+            self._rooms = RoomChoice(self._steps, unified, bool(budget.nvme_bytes), headroom)
         self._all = Residuals(
             policy="recompute",
             recomputed=tuple(name for name, reason in found.items() if reason is None),
@@ -115,7 +122,7 @@ class PolicyChoice:
         """Make the plan for one of the policies with which saved tensors leave the memory that computes. why:
         the reason for the plan's text.
         """
-        if self._rooms is None or self._steps is None:
+        if self._steps is None:
             raise ConfigError(
                 f'activations="{policy}" was asked for without example_inputs: their bytes are unknown.',
                 "Give infinity.offload example_inputs=: the arguments of a forward of the largest size.",
@@ -151,37 +158,30 @@ class PolicyChoice:
 
         def seconds(some: Sequence[tuple[int]]) -> float | None:
             step = replace(steps.estimate(max(some)[0]), work=steps.estimate(min(some)[0]).work)
-            return _within(enough, draft, self._all, step)
+            return within(enough, draft, self._all, step)
 
-        counts = [(count,) for count in range(1, len(steps.blocks) + 1)]
-        for (count,) in itertools.islice(quickest_first(counts, seconds), _TRIES):
-            try:
-                return draft(self._recomputing(steps, count), steps.recomputing(count))
-            except BudgetError:  # the estimate was too low by some bytes
-                continue
-        return None
+        def made(point: tuple[int]) -> Plan:
+            return draft(self._recomputing(steps, *point), steps.recomputing(*point))
+
+        return first_to_fit([(count,) for count in range(1, len(steps.blocks) + 1)], seconds, made)
 
     def _mixed(self, steps: Steps, draft: Draft, enough: float) -> Plan | None:
         """Make the plan with the best mix of blocks that run again, leave or stay; see [Note: mixes of
         blocks]. None if none of them fits, or takes at most `enough` seconds.
         """
-        assert self._rooms is not None
-        names = list(steps.blocks) if _run_again(steps) else []
-        works = [steps.estimate(count).work for count in range(len(names) + 1)]
-        mixes = self._rooms.mixes(names, works, steps.kept)
-        if mixes is None:
+        names = tuple(steps.blocks) if _run_again(steps) else ()
+        none, every = (steps.step(again, ResidualBytes(ram=ENDLESS)) for again in ((), names))
+        if none.step.activations is None or every.step.activations is None:
             return None
+        works = [steps.estimate(count).work for count in range(len(names) + 1)]
+        nvme = self._rooms.nvme
+        mixes = Mixes(names=names, works=works, kept=steps.kept, none=none, every=every, nvme=nvme)
 
-        def seconds(some: Sequence[Mix]) -> float | None:
-            demand = mixes.least(some)
-            return _within(enough, draft, replace(self._all, room=demand.room), demand.step)
+        def policy(mix: Mix) -> Residuals:
+            name = "recompute+offload" if mix.again else "offload"
+            return replace(self._recomputing(steps, mix.again), policy=name)
 
-        for mix in itertools.islice(quickest_first(mixes.points, seconds), _TRIES):
-            try:
-                return self._rooms.mixed(mixes, mix, self._recomputing(steps, mix.again), draft)
-            except BudgetError:
-                continue
-        return None
+        return self._rooms.quickest(mixes, mixes.points, policy, draft, enough)
 
     def _recomputing(self, steps: Steps, count: int | None) -> Residuals:
         """The policy that recomputes the first `count` blocks; None: all blocks that may run again."""
@@ -198,8 +198,6 @@ class PolicyChoice:
 
 
 _KEPT = "with all kept"
-_TRIES = 3
-"""Number of times that the quickest of those ways is run whose estimates fit."""
 
 
 def _run_again(steps: Steps) -> bool:
@@ -210,77 +208,3 @@ def _run_again(steps: Steps) -> bool:
 def _text(plan: Plan) -> str:
     found = plan.predict(plan.accumulation or 1)
     return "unknown" if found is None else found.text
-
-
-def _within(enough: float, draft: Draft, residuals: Residuals, step: FakeStep) -> float | None:
-    """Seconds of a step; None if it does not fit, or takes more than `enough`."""
-    try:
-        found = seconds_of(draft(residuals, step))
-    except BudgetError:
-        return None
-    return found if found <= enough else None
-
-
-class Steps:
-    """The steps without data of one model, with some of its blocks recomputed."""
-
-    def __init__(self, run: Run, names: list[str]) -> None:
-        """names: the paths of the blocks that may be recomputed as far as their modules tell."""
-        self._run = run
-        self._names = names
-        self._ran: dict[int, tuple[FakeStep, dict[str, BlockFacts]]] = {}
-
-    @property
-    def kept(self) -> FakeStep:
-        """The step that keeps all activations."""
-        return self._step(0)[0]
-
-    @property
-    def facts(self) -> dict[str, BlockFacts]:
-        """The facts of the blocks that the step calls, in the order of their first calls."""
-        return self._step(0)[1]
-
-    @functools.cached_property
-    def blocks(self) -> dict[str, BlockFacts]:
-        """Those of `facts` whose blocks may run again."""
-        return {name: each for name, each in self.facts.items() if each.reason is None}
-
-    def recomputing(self, count: int | None) -> FakeStep:
-        """The step that recomputes the first `count` of `blocks`; None: all."""
-        if self.kept.unknown is not None:
-            return self.kept
-        return self._step(len(self.blocks) if count is None else count)[0]
-
-    def estimate(self, count: int) -> FakeStep:
-        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks; see
-        [Note: the first blocks are recomputed]. Its bytes are too high where blocks are called more than
-        once, because it lets these keep theirs to the end.
-        """
-        if count == 0:
-            return self.kept
-        every, facts = self._step(len(self.blocks))
-        assert self.kept.activations is not None
-        assert every.activations is not None
-        kept = [(name, each.nbytes - facts[name].nbytes) for name, each in [*self.blocks.items()][count:]]
-        most, held = every.activations, sum(nbytes for _, nbytes in kept)
-        if any(each.calls > 1 for each in facts.values()):
-            most += held
-        for name, nbytes in reversed(kept):
-            most = max(most, facts[name].before + held)  # in the backward, until that of the block begins
-            held -= nbytes
-        work = sum((each.work for each in itertools.islice(self.blocks.values(), count)), self.kept.work)
-        return FakeStep(min(self.kept.activations, most), work)
-
-    def _step(self, count: int) -> tuple[FakeStep, dict[str, BlockFacts]]:
-        if count not in self._ran:
-            found: list[dict[str, BlockFacts]] = []
-
-            @contextmanager
-            def within(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-                again = [*self.blocks][:count] if count else []
-                with observed(model, self._names, ledger, again, lambda: 0) as facts:
-                    found.append(facts)
-                    yield
-
-            self._ran[count] = self._run(within=within), found[-1] if found else {}
-        return self._ran[count]

@@ -128,6 +128,8 @@ class FakeRoom:
         pages than the free ones followed. `disk_peak` are those of disk.
         """
         self.disk_peak = 0
+        self.largest = 0
+        """Bytes of the largest page that has left."""
         self.short: BudgetError | None = None
         """The error of the first page that found no room; None: there was none."""
 
@@ -139,7 +141,7 @@ class FakeRoom:
         offset = self._ram.take(whole)
         if offset is None:
             return None
-        self.peak = max(self.peak, offset + whole)
+        self.peak, self.largest = max(self.peak, offset + whole), max(self.largest, nbytes)
         memory = self._in_ram(nbytes)
         _return_at_end(memory.untyped_storage(), self._ram, offset, whole)
         return memory

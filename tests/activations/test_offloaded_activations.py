@@ -446,6 +446,27 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
     assert differences(plain, found) == []
 
 
+@pytest.mark.parametrize(("place", "counts"), [("unified", (1, 2)), ("apart", (2, 3))])
+def test_the_room_of_what_leaves_takes_few_steps_without_data(
+    place: str, counts: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it gets RAM where there is room, and goes on to disk where there is not."""
+    model, optimizer, facts = made()
+    half = budget_of(f"{place}-nvme", "offload", tmp_path)
+    speeds = MachineRates(
+        host_stream=1e10, flops={torch.float32: 1e10}, compute_memory=1e9, link=1e9, disk=DISK
+    )
+    monkeypatch.setattr("infinity.api.measure_rates", lambda *_: speeds)
+    run, ran = fake_step.run_fake_step, []
+    monkeypatch.setattr("infinity.api.run_fake_step", lambda *args, **kw: ran.append(1) or run(*args, **kw))
+    for host, count in zip((AMPLE, half.host), counts, strict=True):
+        ran.clear()
+        budget = infinity.Budget(host=host, device=half.device, nvme=half.nvme)
+        plan = infinity.plan(model, optimizer, budget=budget, activations="offload", **facts)
+        assert (plan.residuals.disk > 0) == (host != AMPLE)
+        assert len(ran) == count
+
+
 @pytest.mark.slow  # it measures the speeds of both
 def test_two_disks_have_room_for_pages_and_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Entry, entry
 
 import infinity
-from infinity.activations.policy import Steps
+from infinity.activations.fake_steps import Steps
 from infinity.activations.recomputation import blocks_of, is_recomputed, recomputing
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.planning import fake_step
@@ -808,7 +808,7 @@ def test_the_estimates_of_a_number_of_blocks_are_close(name: str) -> None:
     run = functools.partial(
         run_fake_step, seeded(make), (x,), precision=FP32, device=torch.device("cpu"), train=True
     )
-    steps = Steps(run, [*blocks_of(seeded(make))])
+    steps = Steps(run, [*blocks_of(seeded(make))], torch.device("cpu"), unified=True)
     assert len(steps.blocks) == count
     for number in range(count + 1):
         estimate, exact = steps.estimate(number), steps.recomputing(number)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations.mixes import PARTS, Away, Demand, Mix, Mixes
+from infinity.activations.fake_steps import StepFacts
+from infinity.activations.mixes import PARTS, Demand, Mix, Mixes
 from infinity.activations.recomputation import BlockFacts
 from infinity.planning.fake_step import FakeStep
 from infinity.planning.predict import Work
@@ -93,14 +94,14 @@ class Machine:
         """The mixes of this model."""
         names = [str(number) for number in range(len(self.saved))]
 
-        def away(ends: list[int], activations: int, before: list[int]) -> Away:
+        def away(ends: list[int], activations: int, before: list[int]) -> StepFacts:
             facts = {
                 name: BlockFacts(calls=1, saved=PAGE * end, before=PAGE * most)
                 for name, end, most in zip(names, itertools.accumulate(ends), before, strict=True)
             }
             nbytes = PAGE * (sum(ends) + self.tail)
             room = ResidualBytes(saved=nbytes, down=nbytes, ram=nbytes)
-            return Away(FakeStep(PAGE * activations, Work({}, 0)), room, facts, PAGE)
+            return StepFacts(FakeStep(PAGE * activations, Work({}, 0)), facts, room, PAGE)
 
         return Mixes(
             names=tuple(names),
