@@ -376,8 +376,9 @@ def same_globals(copier: Copier) -> Iterator[None]:
                 kept.keep(each, _DEPTH)
             yield
     finally:
-        frozen = kept.caches  # of gc.freeze(), which hides objects
-        for each in {*(it for it in gc.get_objects() if type(it) is _FUNCTION_CACHE), *frozen}:
+        # Every cache refers to its type, and looking for that takes less time than a list of all objects.
+        found = [each for each in gc.get_referrers(_FUNCTION_CACHE) if type(each) is _FUNCTION_CACHE]
+        for each in {*found, *kept.caches}:  # gc.freeze() hides objects from gc
             if each.cache_info().currsize and _leads_to_fakes(each):
                 each.cache_clear()
 

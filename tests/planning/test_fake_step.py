@@ -10,6 +10,7 @@ import json
 import random
 import signal
 import threading
+import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -260,6 +261,26 @@ def counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     called.calls = calls
     return called
+
+
+HIDDEN = types.SimpleNamespace()
+"""As a package that is only imported: what it has is not looked at."""
+
+
+class Shifted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + HIDDEN.rows(8)
+
+
+def test_a_cache_anywhere_in_the_process_keeps_no_tensor_without_data() -> None:
+    HIDDEN.rows = functools.lru_cache(lambda size: torch.arange(size).float())
+    model = Shifted(8, 8)
+    first = known(model, X)
+    assert HIDDEN.rows.cache_info().currsize == 0
+    assert known(model, X) == first, "the table was made again"
+    real = HIDDEN.rows(8)
+    assert known(model, X) == first - real.nbytes
+    assert HIDDEN.rows(8) is real, "what it had before stays"
 
 
 class Worldly(nn.Module):
