@@ -214,7 +214,7 @@ DISK = {"read": 3e8, "write": 3e8, "mixed": 3e8}
     ("place", "memory", "rates", "blocks"),
     [
         ("apart", {"device": "4MiB", "host": AMPLE}, {"link": 1.0e8}, (1, 2, 1)),
-        ("unified-nvme", {"host": "7MiB"}, {"disk": DISK}, (0, 3, 1)),
+        ("unified-nvme", {"host": "9MiB"}, {"disk": DISK}, (0, 3, 1)),
         pytest.param(
             *("streams", {"device": "3584KiB", "host": AMPLE}, {"link": 1.2e8}, (2, 2, 0)),
             marks=pytest.mark.slow,
