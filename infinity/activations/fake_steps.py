@@ -101,16 +101,13 @@ class Steps:
         every = self.step([*self.blocks])
         assert self.kept.activations is not None
         assert every.step.activations is not None
-        kept = [
-            (name, each.nbytes - every.blocks[name].nbytes) for name, each in [*self.blocks.items()][count:]
-        ]
+        facts = every.blocks
+        kept = [(name, each.nbytes - facts[name].nbytes) for name, each in [*self.blocks.items()][count:]]
         most, held = every.step.activations, sum(nbytes for _, nbytes in kept)
-        if any(each.calls > 1 for each in every.blocks.values()):
+        if any(each.calls > 1 for each in facts.values()):
             most += held
         for name, nbytes in reversed(kept):
-            most = max(
-                most, every.blocks[name].before + held
-            )  # in the backward, until that of the block begins
+            most = max(most, facts[name].before + held)  # in the backward, until that of the block begins
             held -= nbytes
         work = sum((each.work for each in itertools.islice(self.blocks.values(), count)), self.kept.work)
         return FakeStep(min(self.kept.activations, most), work)
@@ -124,9 +121,7 @@ class Steps:
 
         @contextmanager
         def within(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-            with observed(
-                model, self._names, ledger, again, lambda: made[-1][1].counts.saved if made else 0
-            ) as facts:
+            with observed(model, self._names, ledger, again, saved) as facts:
                 seen.append(facts)
                 yield
 
