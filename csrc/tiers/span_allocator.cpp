@@ -16,8 +16,9 @@ SpanAllocator::SpanAllocator(std::uint64_t capacity, std::uint64_t granule) : gr
 std::optional<Span> SpanAllocator::take(std::uint64_t nbytes) {
     if (nbytes > capacity_) return std::nullopt;  // before the rounding, which could overflow
     const std::uint64_t size = round_up(nbytes);
-    const auto best = free_by_size_.lower_bound({size, 0});
+    auto best = free_by_size_.lower_bound({size, 0});
     if (best == free_by_size_.end()) return std::nullopt;
+    if (best->second + best->first == capacity_ && std::next(best) != free_by_size_.end()) ++best;
     const std::uint64_t offset = best->second;
     const auto position = free_by_offset_.find(offset);
     const Free free = position->second;

@@ -21,6 +21,8 @@ struct Span {
 
 // Takes the smallest free span that fits, at the lowest offset among equals, and merges free
 // neighbours at once. Best fit keeps large free spans whole while pages of a few sizes come and go.
+// The free span at the end comes after all others. So what is taken does not depend on the
+// capacity: a row of calls that has taken nothing behind an offset can do with that capacity.
 // Where all spans have one size, the allocator behaves like a pool of slots, which cannot fragment.
 // Every offset is a multiple of the granule. Not thread-safe: the owner locks.
 class SpanAllocator {

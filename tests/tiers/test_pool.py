@@ -347,6 +347,29 @@ class TestSpanAllocator:
         assert spans.take(2 * PAGE) == first
         assert spans.largest_free == 13 * PAGE
 
+    @given(st.lists(st.integers(-8, 6), max_size=40))
+    def test_the_same_calls_can_do_with_the_capacity_that_they_have_used(self, calls: list[int]) -> None:
+        """calls: the granules of a span to take, or which of those that are out comes back."""
+
+        def taken(capacity: int) -> list[int | None]:
+            spans = _tiers.SpanAllocator(capacity * PAGE, PAGE)
+            offsets: list[int | None] = []
+            out: list[tuple[int | None, int]] = []
+            for call in calls:
+                if call > 0:
+                    offsets.append(spans.take(call * PAGE))
+                    out.append((offsets[-1], call * PAGE))
+                elif out:
+                    offset, nbytes = out.pop(call % len(out))
+                    assert offset is not None
+                    spans.give_back(offset, nbytes)
+            return offsets
+
+        found = taken(1 << 20)
+        sizes = [call for call in calls if call > 0]
+        ends = [(offset or 0) // PAGE + size for offset, size in zip(found, sizes, strict=True)]
+        assert taken(max(ends, default=0)) == found
+
     @pytest.mark.parametrize(("offset", "nbytes"), [(PAGE, PAGE), (0, 2 * PAGE), (1, PAGE)])
     def test_what_is_not_out_cannot_come_back(self, offset: int, nbytes: int) -> None:
         spans = _tiers.SpanAllocator(16 * PAGE, PAGE)
