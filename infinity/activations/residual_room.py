@@ -125,7 +125,7 @@ class FakeRoom:
         self._disk = _tiers.SpanAllocator(disk_bytes, PAGE_ALIGNMENT)
         self.peak = 0
         """Bytes of RAM up to the end of the last that were lent: more than were lent at one time, if larger
-        pages than the free ones followed. So many are enough for the same step (csrc/tiers/span_allocator.hpp).
+        pages than the free ones followed. So many are enough for the step (csrc/tiers/span_allocator.hpp).
         `disk_peak` are those of disk.
         """
         self.disk_peak = 0
