@@ -39,10 +39,11 @@ def host_budget(
     total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
     # With this budget some pages rest on NVMe, so that the draft has staging.
     room = total * 3 // 4 if word == "all-nvme" else total // 2
-    some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + room, nvme=nvme))
+    enough = whole.smallest[Tier.HOST] + room
+    some = draft(infinity.Budget(device=device, host=enough, nvme=nvme))
     working = _STAGING_SHARE * some.staging_bytes + some.transit_bytes + _resident_bytes(some)
-    if word == "all-nvme":
-        return round_up(reserved + working, PAGE_ALIGNMENT)
+    if word == "all-nvme":  # of a small model all pages may fit the budget that has ample staging
+        return round_up(reserved + min(working, enough), PAGE_ALIGNMENT)
     low, high = whole.smallest[Tier.HOST], working + total
     while word == "half" and high - low > max(PAGE_ALIGNMENT, total >> 8):
         middle = (low + high) // 2
