@@ -167,7 +167,9 @@ def _away(run: Any, case: Case, place: Place, directory: Path) -> dict[str, Any]
     with mock.patch.object(residual_pages, "SMALLEST", 256), measured, counted("down"), counted("write"):
         found: dict[str, Any] = run(case, place, directory)
     leaves = case.activations.endswith("offload")
-    assert (calls["down"] > 0, calls["write"] > 0) == (leaves, leaves and case.home == "nvme"), case
+    assert (calls["down"] > 0) == leaves, case
+    if case.activations == "offload" or case.home != "nvme":  # RAM may hold the inputs of all blocks
+        assert (calls["write"] > 0) == (leaves and case.home == "nvme"), case
     return found
 
 
