@@ -72,10 +72,10 @@ AWAY = (
     Case("decoder", 3, accumulate=3, home="host", activations="offload", together=True),
     Case("dropping", 3, home="uneven", activations="auto", accumulate=2),
     Case("dropping", 1, home="host", activations="offload"),
-    Case("dropping", 0, home="nvme", activations="recompute+offload"),
+    Case("dropping", 0, home="nvme", activations="offload"),
     Case("dropping", 2, home="host", activations="recompute+offload", accumulate=2),
-    Case("mlp", 2, home="nvme", activations="offload", compute="bf16", states="int8"),
-    Case("decoder", 3, accumulate=3, home="nvme", activations="recompute+offload", together=True),
+    Case("decoder", 2, home="nvme", activations="offload", compute="bf16", states="int8"),
+    Case("decoder", 3, accumulate=3, home="nvme", activations="offload", together=True),
     Case("dropping", 2, activations="offload", update="eager", declared=True, accumulate=2),
     Case("dropping", 2, activations="recompute", update="eager", declared=True, accumulate=2),
 )
